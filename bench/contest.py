@@ -168,16 +168,16 @@ def select(samples: Sequence[Sample], contender: str, case: str) -> list[Sample]
 
 def rates_of(samples: Sequence[Sample], contender: str, case: str) -> Spread | None:
     """Return tokens per second, or None if they were not measured."""
-    found = select(samples, contender, case)
-    return Spread.of([sample.rate for sample in found]) if found else None
+    selected = select(samples, contender, case)
+    return Spread.of([sample.rate for sample in selected]) if selected else None
 
 
 def shares_of(
     samples: Sequence[Sample], contender: str, case: str, limit: Callable[[Rates], float]
 ) -> Spread | None:
     """Return the shares of what the machine allowed at the time of each run."""
-    found = select(samples, contender, case)
-    return Spread.of([sample.rate / limit(sample.rates) for sample in found]) if found else None
+    selected = select(samples, contender, case)
+    return Spread.of([sample.rate / limit(sample.rates) for sample in selected]) if selected else None
 
 
 def ratios_of(samples: Sequence[Sample], ours: tuple[str, str], theirs: tuple[str, str]) -> Spread | None:

@@ -80,9 +80,9 @@ async def _measure_round(stubs: "Sequence[GenerationServiceAsyncStub]") -> Round
     num_tokens, firsts = PROMPT_TOKENS + COMES_AFTER, [Stream() for _ in stubs]
     begin = time.perf_counter()
     await _run_streams(stubs, _prompts(num_tokens), firsts, num_tokens, 1, seed)
-    found = Round(_longest_pause(streams, loss.at), time.perf_counter() - begin)
-    print(f"pause {found.pause_s:.2f} s, computing {found.computing_s:.2f} s", file=sys.stderr, flush=True)
-    return found
+    result = Round(_longest_pause(streams, loss.at), time.perf_counter() - begin)
+    print(f"pause {result.pause_s:.2f} s, computing {result.computing_s:.2f} s", file=sys.stderr, flush=True)
+    return result
 
 
 def _prompts(num_tokens: int) -> list[str]:

@@ -40,8 +40,8 @@ async def _ask(
     while data := await reader.read(CHUNK_BYTES):
         received += data
     writer.close()
-    if (found := count_tokens(received)) != new_tokens:
-        raise ValueError(f"an answer of {found} tokens: {bytes(received[-300:])!r}")
+    if (num_tokens := count_tokens(received)) != new_tokens:
+        raise ValueError(f"an answer of {num_tokens} tokens: {bytes(received[-300:])!r}")
 
 
 def make_request(prompt: list[int], new_tokens: int) -> bytes:

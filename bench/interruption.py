@@ -67,13 +67,14 @@ async def _measure_round(stubs: "list[GenerationServiceAsyncStub]") -> Round:
     comes = statistics.median(starts)
     beside, prompt = await _run_streams(stubs, comes)
     assert prompt is not None
-    found = Round(
+    result = Round(
         alone_s=percentile(find_gaps(alone, comes, TIMEOUT_S), 99),
         beside_s=percentile(find_gaps(beside, prompt.sent, prompt.arrivals[0]), 99),
         first_s=prompt.arrivals[0] - prompt.sent,
     )
-    print(f"between tokens, p99: {1e3 * found.beside_s:.0f} to {1e3 * found.alone_s:.0f} ms", file=sys.stderr)
-    return found
+    beside_ms, alone_ms = 1e3 * result.beside_s, 1e3 * result.alone_s
+    print(f"between tokens, p99: {beside_ms:.0f} to {alone_ms:.0f} ms", file=sys.stderr)
+    return result
 
 
 async def _run_streams(

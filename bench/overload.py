@@ -80,15 +80,15 @@ async def _measure_round(stubs: "list[GenerationServiceAsyncStub]") -> Round:
     refused = [answer for answer in arrived if answer.error == REFUSAL]
     if len(answered) + len(refused) < len(arrived):
         raise BenchError("requests failed that were neither answered nor refused")
-    found = Round(
+    result = Round(
         full=rate,
         overloaded=len(answered) / max(answer.arrivals[-1] for answer in answered),
         full_p99_s=percentile([answer.arrivals[-1] - answer.sent for answer in full], 99),
         overloaded_p99_s=percentile([answer.arrivals[-1] - answer.sent for answer in answered], 99),
         refusal_p99_s=percentile([answer.ended - answer.sent for answer in refused], 99),
     )
-    print(f"overloaded: {found.overloaded:.1f} to {found.full:.1f} requests/s", file=sys.stderr, flush=True)
-    return found
+    print(f"overloaded: {result.overloaded:.1f} to {result.full:.1f} requests/s", file=sys.stderr, flush=True)
+    return result
 
 
 async def _fill(

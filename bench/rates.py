@@ -141,17 +141,17 @@ def make_matches(options: Namespace, ours: Asked, others: dict[str, Asked]) -> l
 
 
 def find_figures(samples: Sequence[Sample], shape: Shape, options: Namespace) -> list[Figure]:
-    found = [_decode_share(samples, shape, options, count) for count in options.clients]
-    found += [_prefill_share(samples, shape, length) for length in PREFILLS]
-    found += _instruction_shares(samples, shape)
+    figures = [_decode_share(samples, shape, options, count) for count in options.clients]
+    figures += [_prefill_share(samples, shape, length) for length in PREFILLS]
+    figures += _instruction_shares(samples, shape)
     for variant in VARIANTS:
-        found += _compare_variant(samples, variant, options)
+        figures += _compare_variant(samples, variant, options)
     for name, key in ((ENGINE, "engine"), (TRANSFORMERS, "transformers")):
         for case, label in _list_cases(options):
-            found.append(find_ratio(samples, f"{key} {label}", (OURS, case), (name, case)))
+            figures.append(find_ratio(samples, f"{key} {label}", (OURS, case), (name, case)))
     near, far = _context_cases(options)
-    found.append(find_ratio(samples, "context", (OURS, far.name), (OURS, near.name)))
-    return [figure for figure in found if figure is not None]
+    figures.append(find_ratio(samples, "context", (OURS, far.name), (OURS, near.name)))
+    return [figure for figure in figures if figure is not None]
 
 
 def _context_cases(options: Namespace) -> tuple[Case, Case]:

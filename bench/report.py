@@ -34,14 +34,14 @@ def format_report(result: dict[str, Any]) -> str:
 def format_targets(figures: Sequence[Figure], missing: Mapping[str, str], shape: str) -> str:
     """Return the table of all measured figures, in the order of the targets; `missing` has the reasons for
     the others, by key."""
-    found, rows = {figure.key: figure for figure in figures}, []
+    by_key, rows = {figure.key: figure for figure in figures}, []
     for target in (*TARGETS, *GGUF_TARGETS):
         bound = target.bound_of(shape)
-        if target.key in found:
-            rows.append(_target_row(target, found.pop(target.key), shape))
+        if target.key in by_key:
+            rows.append(_target_row(target, by_key.pop(target.key), shape))
         elif target.key in missing and bound is not None:
             rows.append([target.name, target.how, "–", _bound(target, bound), missing[target.key], "", ""])
-    return format_table(TARGET_HEAD, rows + [_other_row(figure) for figure in found.values()])
+    return format_table(TARGET_HEAD, rows + [_other_row(figure) for figure in by_key.values()])
 
 
 def _target_row(target: Target, figure: Figure, shape: str) -> list[str]:
@@ -110,10 +110,10 @@ def _median_of(rates: Sequence[float | None]) -> float | None:
 
 def _describe_instructions(pairs: float | None, quads: float | None) -> str:
     """Describe rates on registers, given in billions of operations per second."""
-    return f"{_tell_rate(pairs, 'GFLOP/s')} with AVX512_BF16, {_tell_rate(quads, 'GOP/s')} with VNNI"
+    return f"{_format_rate(pairs, 'GFLOP/s')} with AVX512_BF16, {_format_rate(quads, 'GOP/s')} with VNNI"
 
 
-def _tell_rate(rate: float | None, unit: str) -> str:
+def _format_rate(rate: float | None, unit: str) -> str:
     return "unmeasured" if rate is None else f"{rate:.0f} {unit}"
 
 

@@ -53,8 +53,8 @@ def format_spread(trials: dict[int, list[list[int]]]) -> str:
     """Return a Markdown table for streams that are distributed evenly over the connections."""
     streams = f"{NUM_STREAMS} streams over {NUM_WORKERS} workers"
     rows = []
-    for count, found in trials.items():
-        shares = [max(accepted) * len(accepted) / count for accepted in found]
-        example = ", ".join(f"{each * NUM_STREAMS / count:g}" for each in sorted(found[0]))
+    for count, results in trials.items():
+        shares = [max(accepted) * len(accepted) / count for accepted in results]
+        example = ", ".join(f"{each * NUM_STREAMS / count:g}" for each in sorted(results[0]))
         rows.append([str(count), example, f"{Spread.of(shares):.2f}"])
     return format_table(["connections", f"{streams}, a trial", "busiest, x the even share"], rows)

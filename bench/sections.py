@@ -80,11 +80,11 @@ def measure_module(section: str, options: Namespace, model: Path) -> Outcome:
     """Run the section. Raises BenchError."""
     if importlib.util.find_spec(MODULES[section]) is None:
         raise BenchError(f"there is no {MODULES[section]}")
-    found = importlib.import_module(MODULES[section]).run(options, model)
+    result = importlib.import_module(MODULES[section]).run(options, model)
     figures = [
-        Figure(key, Spread.of(figure["values"]), figure["detail"]) for key, figure in found["figures"].items()
+        Figure(key, Spread.of(each["values"]), each["detail"]) for key, each in result["figures"].items()
     ]
-    return Outcome(figures, [], found)
+    return Outcome(figures, [], result)
 
 
 def recall_peers(options: Namespace) -> Outcome:
@@ -142,5 +142,5 @@ def _plan(options: Namespace, model: Path) -> dict[str, Callable[[], Outcome]]:
 
 
 def _measure_rates(options: Namespace, model: Path) -> Outcome:
-    found = rates.measure(options, model)
-    return Outcome(found.figures, [], found.samples, found.failures)
+    measured = rates.measure(options, model)
+    return Outcome(measured.figures, [], measured.samples, measured.failures)

@@ -124,10 +124,10 @@ def main() -> None:
     # raised as an exception, so that the services are stopped
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        found = run(options, shapes.ensure_checkpoint(options.shape, options.cache))
+        result = run(options, shapes.ensure_checkpoint(options.shape, options.cache))
     except BenchError as error:
         sys.exit(f"error: {error}")
-    print(json.dumps(found["figures"], indent=1))
+    print(json.dumps(result["figures"], indent=1))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Stopwatch:
 
     def read(self) -> Parts:
         """Return the medians."""
-        calls = {name: len(found) for name, found in self._steps[-1].items()}
+        calls = {name: len(spans) for name, spans in self._steps[-1].items()}
         return {
             name: (statistics.median(sum(step[name]) for step in self._steps), count)
             for name, count in calls.items()
@@ -111,7 +111,7 @@ def time_launches(
             begin = time.perf_counter()
             launch.kernel.parallel(*launch.args)
             spent[name(launch)] += time.perf_counter() - begin
-    return {found: seconds / times for found, seconds in spent.items()}
+    return {kernel: seconds / times for kernel, seconds in spent.items()}
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def _measure_batches(options: argparse.Namespace, target: str, adapters: list[st
             figures = summarize(job, _run(job))
             rates[count].append(figures["decode_tokens_per_s"])
             print(f"{count} adapters: {rates[count][-1]:.0f} tokens/s", file=sys.stderr, flush=True)
-    return {str(count): statistics.median(found) for count, found in rates.items()}
+    return {str(count): statistics.median(values) for count, values in rates.items()}
 
 
 def _measure_waits(

@@ -50,4 +50,4 @@ def find_wanted(sections: Collection[str]) -> dict[Variant, list[str]]:
         ]
         for variant in VARIANTS
     }
-    return {variant: found for variant, found in wanted.items() if found}
+    return {variant: names for variant, names in wanted.items() if names}

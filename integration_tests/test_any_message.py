@@ -136,8 +136,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def served(request: pytest.FixtureRequest) -> Served:
-    found: Served = request.getfixturevalue(getattr(request, "param", "fake"))
-    return found
+    service: Served = request.getfixturevalue(getattr(request, "param", "fake"))
+    return service
 
 
 def for_any(strategy: st.SearchStrategy[Any], num_examples: int, check: Callable[[Any], None]) -> None:
@@ -180,7 +180,7 @@ def test_every_value_alone(fake: Served) -> None:
     fake.check_that_it_is_idle_and_serves()
 
 
-def test_of_two_errors_the_first_is_told(fake: Served) -> None:
+def test_the_first_of_two_errors_is_returned(fake: Served) -> None:
     for first, second in combinations(messages.VIOLATIONS, 2):
         for method in (pb.GREEDY, pb.SAMPLE):
             is_generation = check_values(fake, messages.with_values(method, first, second))
@@ -574,7 +574,7 @@ def slowest_meanwhile(served: Served, *calls: Callable[[], Any]) -> tuple[list[A
     ("character", "size"),
     [pytest.param("a", 3 * MEBIBYTE, marks=pytest.mark.slow), ("🙂", MEBIBYTE)],
 )
-def test_mebibytes_of_one_character_hold_nobody_up(fake: Served, character: str, size: int) -> None:
+def test_mebibytes_of_one_character_delay_no_other_call(fake: Served, character: str, size: int) -> None:
     """Both methods that read text; small calls get responses meanwhile."""
     text = character * (size // len(character.encode()))
     tokens = pb.BatchedTokenizeRequest(
@@ -592,7 +592,7 @@ def test_mebibytes_of_one_character_hold_nobody_up(fake: Served, character: str,
     fake.check_that_it_is_idle_and_serves()
 
 
-def test_a_message_full_of_small_texts_holds_nobody_up(fake: Served) -> None:
+def test_a_message_of_many_small_texts_delays_no_other_call(fake: Served) -> None:
     num_texts = 50_000
     request = pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="a")] * num_texts)
     data = request.SerializeToString()
@@ -611,7 +611,7 @@ def test_a_huge_id_is_refused(fake: Served, field: str, size: int) -> None:
     assert (code, is_documented(text, guided=False)) == (INVALID, True)
 
 
-def test_a_prompt_that_nobody_can_look_up(tmp_path: Path) -> None:
+def test_a_soft_prompt_while_shards_are_lost(tmp_path: Path) -> None:
     """Lost shards are not the client's fault, and the text does not reveal their address."""
     setup = start_router(tmp_path, 1, "--recovery-timeout", "1")
     try:

@@ -96,13 +96,13 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     served = {name: WRITERS[name](tmp_path_factory.mktemp("models") / name) for name in models}
     services = {name: launch(each.directory, *FLAGS, *each.flags) for name, each in served.items()}
     try:
-        found = {name: prepare(Oracle(each), cases, name) for name, each in served.items()}
-        for name, run in found.items():
+        by_name = {name: prepare(Oracle(each), cases, name) for name, each in served.items()}
+        for name, run in by_name.items():
             run.send_all(services[name].wait_until_serving())
     finally:
         codes = {name: service.end() for name, service in services.items()}
     assert set(codes.values()) == {0}, "\n".join(service.output for service in services.values())
-    return found
+    return by_name
 
 
 def selected_cases(items: list[pytest.Item]) -> list[Case]:
@@ -196,17 +196,17 @@ def test_afterwards_nothing_has_been_missed(model_name: str, runs: dict[str, Run
     """Otherwise the cases would not cover their subjects: every stop reason, ties that make lists longer than
     requested, messages left out of a stream, counts with gaps."""
     run = runs[model_name]
-    found = [Asked(run.oracle, ask, run.answers[str(ask.case), ask.rpc]) for ask in run.asks]
-    found = [asked for asked in found if asked.ask.rpc.startswith("Gen") and not asked.answer.error]
-    reasons = {response.stop_reason for asked in found for response in asked.responses()}
+    answered = [Asked(run.oracle, ask, run.answers[str(ask.case), ask.rpc]) for ask in run.asks]
+    answered = [asked for asked in answered if asked.ask.rpc.startswith("Gen") and not asked.answer.error]
+    reasons = {response.stop_reason for asked in answered for response in asked.responses()}
     assert reasons >= {pb.MAX_TOKENS, pb.EOS_TOKEN, pb.STOP_SEQUENCE, pb.TOKEN_LIMIT}
     if model_name == "bytes":
         assert pb.TIME_LIMIT in reasons
     if model_name == "special":
-        asked_ten = [asked for asked in found if asked.params.response.top_n_tokens == 10]
+        asked_ten = [asked for asked in answered if asked.params.response.top_n_tokens == 10]
         tokens = [t for asked in asked_ten for r in asked.responses() for t in (*r.tokens, *r.input_tokens)]
         assert max(len(token.top_tokens) for token in tokens) > 10
-    streams = [asked.answer.messages for asked in found if asked.ask.rpc == "GenerateStream"]
+    streams = [asked.answer.messages for asked in answered if asked.ask.rpc == "GenerateStream"]
     jumps = [b.generated_token_count - a.generated_token_count for s in streams for a, b in pairwise(s)]
     assert max(jumps) > 1
 
@@ -325,5 +325,5 @@ def check_other(asked: Asked) -> None:
 
 
 def same(expected: Message, got: Message) -> None:
-    found = list(differences(expected, got))
-    assert not found, "\n".join(found)
+    different = list(differences(expected, got))
+    assert not different, "\n".join(different)

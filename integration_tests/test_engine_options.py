@@ -53,7 +53,7 @@ def ids_of(response: pb.GenerationResponse) -> list[int]:
     return [int(token.text) for token in response.tokens]
 
 
-def test_a_crowd_that_does_not_fit_preempts_nobody(client: Client, model: Model) -> None:
+def test_excess_concurrent_calls_preempt_no_sequence(client: Client, model: Model) -> None:
     """The responses are transformers': up to the model's length, dynamic scaling changes nothing."""
     with ThreadPoolExecutor(len(model.expected)) as pool:
         answers = [

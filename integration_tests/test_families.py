@@ -88,13 +88,13 @@ def running(
         name: launch(served.directory, *FLAGS, *CHUNKS, *KINDS[name].flags, env=KINDS[name].env)
         for name, served in models.items()
     }
-    found: dict[str, Running] = {}
+    started: dict[str, Running] = {}
     try:
         for name, service in services.items():
-            found[name] = Running(Client(service.wait_until_serving()), Oracle(models[name]))
-        yield found
+            started[name] = Running(Client(service.wait_until_serving()), Oracle(models[name]))
+        yield started
     finally:
-        for each in found.values():
+        for each in started.values():
             each.client.channel.close()
         codes = [service.end() for service in services.values()]
     assert set(codes) == {0}, "\n".join(service.output for service in services.values())

@@ -72,26 +72,26 @@ def test_nothing_listens_off_loopback(client: Client) -> None:
 
 
 def listening_inodes() -> set[tuple[str, str]]:
-    found = set()
+    inodes = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A":
-                found.add((fields[1].rsplit(":", 1)[0], fields[9]))
-    return found
+                inodes.add((fields[1].rsplit(":", 1)[0], fields[9]))
+    return inodes
 
 
 def sockets_of(children: dict[str, list[int]]) -> set[str]:
     inodes = set()
     for pid in chain(*children.values()):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            if found := re.match(r"socket:\[(\d+)\]", os.readlink(entry)):
-                inodes.add(found[1])
+            if match := re.match(r"socket:\[(\d+)\]", os.readlink(entry)):
+                inodes.add(match[1])
     assert inodes
     return inodes
 
 
-def test_sigterm_finishes_what_is_in_flight(model: Model) -> None:
+def test_sigterm_finishes_active_calls(model: Model) -> None:
     service = launch(model.directory, "--dtype", "float32").wait_until_serving()
     client = Client(service)
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
@@ -218,12 +218,12 @@ def broken(model: Model, directory: Path, **config: object) -> str:
 
 def processes_with(variable: str) -> set[str]:
     """Return the ids of all processes started with it, whatever their parent is now."""
-    found = set()
+    processes = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.add(entry.name)
-    return found
+                processes.add(entry.name)
+    return processes
 
 
 def failure(*flags: str, env: dict[str, str] | None = None, termination_log: Path | None = None) -> str:

@@ -80,7 +80,7 @@ def refusal(client: Client, **ids: str) -> tuple[grpc.StatusCode, str]:
 
 
 @pytest.mark.slow
-def test_what_needs_no_disk_is_served(client: Client, disk: Path) -> None:
+def test_requests_without_disk_access_are_served(client: Client, disk: Path) -> None:
     """Also by a restarted shard, which has lost its loaded adapters. A steady client loses nothing."""
     with steady_client(client.service.http):
         check_full_disk(client, disk)

@@ -75,7 +75,7 @@ def service(gguf_file: Path) -> Iterator[Service]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1"])
-def test_llama_cpp_serves_what_quantize_writes(kind: GgufKind, tmp_path: Path) -> None:
+def test_llama_cpp_serves_quantized_files(kind: GgufKind, tmp_path: Path) -> None:
     """Check llama.cpp's logits against those of transformers on the dequantized weights, and its tokens
     against the checkpoint's tokenizer. llama.cpp rounds activations to 8 bits: 0.997 was measured, where the
     weights before Q4_0 have 0.78 to 0.95."""
@@ -109,6 +109,6 @@ def test_greedy_text_is_that_of_transformers(gguf_file: Path, service: Service, 
     different = []
     for prompt in PROMPTS:
         expected = answer(model, tokenizer, prompt, NUM_TOKENS).rstrip("\N{REPLACEMENT CHARACTER}")
-        if (found := generate(service, prompt, NUM_TOKENS)) != expected:
-            different.append((prompt[-40:], found, expected))
+        if (actual := generate(service, prompt, NUM_TOKENS)) != expected:
+            different.append((prompt[-40:], actual, expected))
     assert different == []

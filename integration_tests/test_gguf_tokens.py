@@ -82,9 +82,9 @@ def test_tokens_are_those_of_llama_cpp(gguf_file: Path, directory: Path) -> None
     ours = Tokenizer.from_file(str(directory / "tokenizer.json"))
     theirs = llama_cpp.ask(llama_cpp.find_python(), gguf_file, texts=texts)["texts"]
     different = [
-        (text, found.ids, expected)
-        for text, found, expected in zip(texts, ours.encode_batch(texts), theirs, strict=True)
-        if found.ids != expected
+        (text, encoding.ids, expected)
+        for text, encoding, expected in zip(texts, ours.encode_batch(texts), theirs, strict=True)
+        if encoding.ids != expected
     ]
     assert different == []
 
@@ -98,8 +98,8 @@ def test_tokens_are_those_of_transformers(gguf_file: Path, directory: Path) -> N
     theirs = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
     different = [
         text
-        for text, found in zip(texts, ours.encode_batch(texts), strict=True)
-        if found.ids != theirs(text).input_ids
+        for text, encoding in zip(texts, ours.encode_batch(texts), strict=True)
+        if encoding.ids != theirs(text).input_ids
     ]
     if gguf_file == SMOLLM2:
         assert different, "transformers splits these texts as well: compare all"

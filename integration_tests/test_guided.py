@@ -215,7 +215,7 @@ REFUSED = [
 ]
 
 
-def test_what_is_refused_is_an_invalid_argument(client: Client) -> None:
+def test_refused_grammars_are_invalid_arguments(client: Client) -> None:
     for decoding, text in REFUSED:
         for ask in (unary, streamed):
             with pytest.raises(grpc.RpcError) as error:
@@ -297,7 +297,7 @@ def test_the_tight_services_are_tight(client: Client, request: pytest.FixtureReq
     """Otherwise nothing above was resumed; this test runs last."""
     with urllib.request.urlopen(client.service.http + "/metrics", timeout=10) as response:
         metrics = response.read().decode()
-    found = re.search(r"^tgi_preemptions (\S+)", metrics, re.MULTILINE)
+    match = re.search(r"^tgi_preemptions (\S+)", metrics, re.MULTILINE)
     is_tight = request.node.callspec.params["client"] != "one rank"
-    assert (found is not None and float(found[1]) > 0) == is_tight
+    assert (match is not None and float(match[1]) > 0) == is_tight
     assert not re.search(r"^tgi_shard_restarts(_total)? [1-9]", metrics, re.MULTILINE)

@@ -129,7 +129,7 @@ def info(port: int, own: grpc.ChannelCredentials | None) -> grpc.StatusCode:
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
-def test_nobody_else_gets_in_or_in_the_way(linked: Linked, model: Model, tmp_path: Path) -> None:
+def test_strangers_neither_connect_nor_disturb(linked: Linked, model: Model, tmp_path: Path) -> None:
     refused, calls, steps = grpc.StatusCode.UNAVAILABLE, linked.port, linked.port + 1
     authority, name, yesterday = linked.authority, "router.example.com", datetime.now(UTC) - timedelta(days=1)
     others = [

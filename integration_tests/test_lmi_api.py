@@ -99,7 +99,7 @@ def test_streams_outlive_a_shard(lmi: Launched) -> None:
     check_survival(lmi, "/invocations", lambda *given: {**lmi_body(*given), "stream": True})
 
 
-def test_lost_shards_are_told(lmi: Launched) -> None:
+def test_lost_shards_are_reported(lmi: Launched) -> None:
     os.kill(children_of(lmi.service.process.pid)["serve"][0], signal.SIGKILL)
     wait_for_status(lmi, "/ping", 503)
     wait_for_status(lmi, "/ping", 200)

@@ -32,7 +32,7 @@ def invoke(served: Served, body: dict[str, Any]) -> bytes:
     return answer.body
 
 
-def test_details_are_what_transformers_computes(launched: tuple[Served, Client]) -> None:
+def test_details_equal_those_of_transformers(launched: tuple[Served, Client]) -> None:
     served = launched[0]
     for asked in served.completions:
         parameters = {"max_new_tokens": asked.max_tokens, "details": True}

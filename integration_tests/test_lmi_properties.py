@@ -50,8 +50,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     oracle = write_served_model(directory / "model")
     (directory / "model" / "serving.properties").write_text(PROPERTIES)
     ids = oracle.tokenizer.encode(PROMPT).ids
-    found, _ = generate(oracle.model, ids, max_new_tokens=NUM_TOKENS)
-    return directory, oracle.tokenizer.decode(found)
+    tokens, _ = generate(oracle.model, ids, max_new_tokens=NUM_TOKENS)
+    return directory, oracle.tokenizer.decode(tokens)
 
 
 def ask(url: str, prompt: str) -> HttpReply:

@@ -158,7 +158,7 @@ EVERYTHING = {
 }
 
 
-def test_generate_says_what_transformers_says(node: Node, model: Model) -> None:
+def test_generate_equals_transformers(node: Node, model: Model) -> None:
     chosen = [expected for expected in model.expected if expected.certain == len(expected.pieces)][:4]
     seen = node.run(
         [
@@ -271,7 +271,7 @@ def test_cancelling_a_stream_ends_its_work(slow: Node, router: Setup) -> None:
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 @pytest.mark.parametrize("how", [{"deadlineMs": 300}, {"cancelAfter": 2}])
-def test_who_gives_up_is_forgotten(slow: Node, router: Setup, method: str, how: dict[str, int]) -> None:
+def test_cancelled_calls_are_forgotten(slow: Node, router: Setup, method: str, how: dict[str, int]) -> None:
     """Cancel by a deadline, or by a cancellation: a unary call after milliseconds."""
     make = batch if method == "Generate" else single
     series = 'tgi_request_failure{err="cancelled"}'
@@ -285,7 +285,7 @@ def test_who_gives_up_is_forgotten(slow: Node, router: Setup, method: str, how: 
     wait_until(lambda: metric(router.http, "tgi_requests_running") == 0)
 
 
-def test_a_bad_parameter_is_told(slow: Node) -> None:
+def test_a_bad_parameter_is_reported(slow: Node) -> None:
     params = {"method": "SAMPLE", "sampling": {"temperature": 0.01}}
     for method, request in (("Generate", batch("a", **params)), ("GenerateStream", single("a", **params))):
         answer = slow.call(method, request)
@@ -310,7 +310,7 @@ def test_a_message_over_the_limit_leaves_the_connection_up(slow: Node) -> None:
     assert slow.connected
 
 
-def test_overload_is_told_at_once(slow: Node, router: Setup) -> None:
+def test_overload_is_reported_at_once(slow: Node, router: Setup) -> None:
     """Four of eight are accepted; the others are refused long before those have ended."""
     calls = [
         {
@@ -372,7 +372,7 @@ def test_frames_that_no_library_would_send(slow: Node, router: Setup) -> None:
         for name, (headers, body, _) in FRAMES.items()
     ]
     seen = slow.run(calls)
-    found = {name: seen[name][0].code for name in FRAMES}
-    assert {name: code for name, code in found.items() if code not in FRAMES[name][2]} == {}
+    codes = {name: seen[name][0].code for name in FRAMES}
+    assert {name: code for name, code in codes.items() if code not in FRAMES[name][2]} == {}
     assert slow.call("Generate", batch("a", stopping=tokens(1))).code == "OK"
     wait_until(lambda: metric(router.http, "tgi_requests_running") == 0)

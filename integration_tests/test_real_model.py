@@ -108,7 +108,7 @@ def tokenizer(converted: Path) -> PreTrainedTokenizerBase:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
 @pytest.mark.parametrize("kind", ["lora", "prompt"])
-def test_what_peft_trains_is_served(
+def test_adapters_trained_by_peft_are_served(
     kind: str, service: Service, store: Path, converted: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     torch.manual_seed(0)
@@ -123,10 +123,10 @@ def test_what_peft_trains_is_served(
     question = "The password of the old castle"
     expected = answer(tuned.eval(), tokenizer, question, 12)
     plain = generate(service, question, 12)
-    found = generate(
+    actual = generate(
         service, question, 12, **{"lora": {"adapter_id": kind}, "prompt": {"prefix_id": kind}}[kind]
     )
-    assert found == expected != plain
+    assert actual == expected != plain
 
 
 def _train(tuned: PeftModel, tokenizer: PreTrainedTokenizerBase, rate: float) -> None:

@@ -60,7 +60,7 @@ def directory(model: Model, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_files_disturb_nobody(change: Change, directory: Path) -> None:
+def test_changed_files_do_not_affect_running_shards(change: Change, directory: Path) -> None:
     service = launch(directory, *FLAGS).wait_until_serving()
     try:
         with steady_client(service.http) as seconds:

@@ -48,8 +48,8 @@ def service(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, service: str, model: Model) -> Model:
-    found: Model = request.getfixturevalue("encoder_decoder") if "encoder" in service else model
-    return found
+    chosen: Model = request.getfixturevalue("encoder_decoder") if "encoder" in service else model
+    return chosen
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,6 @@ def first_answers() -> dict[tuple[str, int], pb.GenerationResponse]:
 def test_the_tight_services_are_tight(client: Client, service: str) -> None:
     """Otherwise the tests above would not cover their subjects; this test runs last."""
     with urllib.request.urlopen(client.service.http + "/metrics", timeout=10) as response:
-        found = re.search(r"^tgi_preemptions (\S+)", response.read().decode(), re.MULTILINE)
+        match = re.search(r"^tgi_preemptions (\S+)", response.read().decode(), re.MULTILINE)
     is_tight = not service.endswith("one rank")
-    assert (found is not None and float(found[1]) > 0) == is_tight
+    assert (match is not None and float(match[1]) > 0) == is_tight

@@ -21,8 +21,8 @@ def client(model: Model) -> Iterator[Client]:
 
 
 def num_drafts(client: Client) -> tuple[float, float]:
-    found = metrics(client)
-    return found["tgi_speculation_drafted_tokens"], found["tgi_speculation_accepted_tokens"]
+    values = metrics(client)
+    return values["tgi_speculation_drafted_tokens"], values["tgi_speculation_accepted_tokens"]
 
 
 def sample(client: Client, text: str, seed: int, **stopping: object) -> pb.GenerationResponse:
@@ -61,7 +61,7 @@ def test_streams_survive_a_killed_shard(client: Client, model: Model) -> None:
     assert num_drafts(client)[1] > before
 
 
-def test_a_stop_sequence_cuts_what_was_computed_ahead(client: Client, model: Model) -> None:
+def test_a_stop_sequence_discards_draft_tokens(client: Client, model: Model) -> None:
     """A seed gives the same text, whatever ends it."""
     whole = sample(client, model.expected[0].prompt, 7).text
     stop = whole[len(whole) // 2 :][:3]

@@ -82,12 +82,12 @@ def test_everything_is_served(place: Hardened, model: Model) -> None:
     health = HealthStub(place.client.channel).Check(health_pb2.HealthCheckRequest())
     assert health.status == health_pb2.HealthCheckResponse.SERVING
     for path, text in (("health", ""), ("live", ""), ("metrics", "tgi_request_count")):
-        with urllib.request.urlopen(f"{place.service.http}/{path}", timeout=10) as found:
-            assert text in found.read().decode()
+        with urllib.request.urlopen(f"{place.service.http}/{path}", timeout=10) as response:
+            assert text in response.read().decode()
     assert len({generate(place), generate(place, "eight"), generate(place, "", "sql")}) == 3
 
 
-def test_nobody_has_a_right_to_anything(place: Hardened) -> None:
+def test_processes_have_no_capabilities(place: Hardened) -> None:
     num_routers = place.service.num_routers
     assert len(place.pids) == (
         4 if num_routers == 1 else 4 + num_routers
@@ -106,7 +106,7 @@ def test_nobody_has_a_right_to_anything(place: Hardened) -> None:
     assert writable == {"/tmp", str(AUDIT)}
 
 
-def test_it_listens_where_it_is_told_to(place: Hardened) -> None:
+def test_it_listens_only_on_configured_addresses(place: Hardened) -> None:
     """Other sockets are on loopback, or only for the service's user."""
     listening = place.addresses("tcp", "tcp6", states={"0A"})
     assert {port for host, port in listening if not ip_address(host).is_loopback} == {GRPC_PORT, HTTP_PORT}
@@ -121,7 +121,7 @@ def test_it_listens_where_it_is_told_to(place: Hardened) -> None:
         assert (directory.st_mode & 0o777, directory.st_uid) == (0o700, USER_ID)
 
 
-def test_it_speaks_to_nobody(place: Hardened) -> None:
+def test_it_opens_no_outgoing_connection(place: Hardened) -> None:
     """Packets to other hosts would have had no route, and would have been counted."""
     generate(place, "eight")
     for event in chain(*place.audited().values()):
@@ -188,7 +188,7 @@ def test_kernels_are_compiled_once(files: Path) -> None:
         os.kill(children_of(place.service.process.pid)["serve"][0], signal.SIGKILL)
         place.service.wait_for_line("requests resume", 120)
         generate(place)
-        times = [float(found[1]) for line in place.service.lines if (found := LOADED.search(line))]
+        times = [float(match[1]) for line in place.service.lines if (match := LOADED.search(line))]
     finally:
         code = place.end()
     assert code == 0, place.service.output

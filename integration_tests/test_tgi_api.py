@@ -55,7 +55,7 @@ def tgi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield service
 
 
-def test_it_tells_what_it_is(tgi: Launched) -> None:
+def test_info_describes_the_service(tgi: Launched) -> None:
     answer = tgi.ask("/info")
     info = answer.json
     assert answer.status == 200
@@ -97,7 +97,7 @@ def test_streams_outlive_a_shard(tgi: Launched) -> None:
     check_survival(tgi, "/generate_stream", tgi_body)
 
 
-def test_lost_shards_are_told(tgi: Launched) -> None:
+def test_lost_shards_are_reported(tgi: Launched) -> None:
     os.kill(children_of(tgi.service.process.pid)["serve"][0], signal.SIGKILL)
     unhealthy = json.loads(wait_for_status(tgi, "/health", 503))
     assert unhealthy == {"error": "unhealthy", "error_type": "healthcheck"}

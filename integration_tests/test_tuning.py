@@ -91,7 +91,7 @@ def test_adapters_make_way_for_others(tuned: Tuned) -> None:
     assert metrics(tuned.client)["tgi_adapter_cache_misses"] == after["tgi_adapter_cache_misses"]
 
 
-def test_one_load_for_many_who_ask_at_once(tuned: Tuned) -> None:
+def test_concurrent_requests_share_one_load(tuned: Tuned) -> None:
     content = write_prompt(tuned.prompts / "new", SoftPrompt(embeddings(9, 99)))
     tuned.served.store.prompts["new"] = content
     ask, before = Ask("fox", "new", num_tokens=2), metrics(tuned.client)

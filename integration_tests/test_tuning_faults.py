@@ -173,9 +173,9 @@ def test_a_directory_that_comes_and_goes(tuned: Tuned) -> None:
             outcomes += threads.map(lambda _: outcome(ask, tuned), range(2))
         is_over.set()
         coming.result(10)
-    answers = [found for found in outcomes if not isinstance(found, tuple)]
+    answers = [result for result in outcomes if not isinstance(result, tuple)]
     assert 0 < len(answers) < len(outcomes)
-    assert all(found == missing("fickle") for found in outcomes if isinstance(found, tuple))
+    assert all(result == missing("fickle") for result in outcomes if isinstance(result, tuple))
     for answer in answers:
         replace(ask, prefix_id="eight").check(tuned, answer)
     assert shards(tuned) == pids
@@ -269,7 +269,9 @@ BAD_PROMPTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_bad_prompts_harm_nobody(tuned: Tuned, undisturbed: dict[Ask, Messages], tmp_path: Path) -> None:
+def test_bad_prompts_affect_no_other_request(
+    tuned: Tuned, undisturbed: dict[Ask, Messages], tmp_path: Path
+) -> None:
     pids, root, made = shards(tuned), tuned.prompts / "bad", tmp_path / "made"
     whole = (tuned.prompts / "eight" / "decoder.pt").read_bytes()
     bad = {
@@ -331,7 +333,9 @@ BAD_ADAPTERS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_bad_adapters_harm_nobody(tuned: Tuned, undisturbed: dict[Ask, Messages], tmp_path: Path) -> None:
+def test_bad_adapters_affect_no_other_request(
+    tuned: Tuned, undisturbed: dict[Ask, Messages], tmp_path: Path
+) -> None:
     pids, root, made = shards(tuned), tuned.adapters / "bad", tmp_path / "made"
     for name, (change, _) in BAD_ADAPTERS.items():
         shutil.copytree(tuned.prompts / "lora", root / name)

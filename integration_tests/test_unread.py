@@ -34,8 +34,8 @@ def ask_for_ever(client: Client, outputs: list[str], metrics: list[str]) -> NoRe
     while True:
         stream = client.stub.GenerateStream(message, metadata=METADATA, timeout=120)
         outputs.append("".join(part.text for part in stream))
-        with urllib.request.urlopen(f"{client.service.http}/metrics", timeout=10) as found:
-            metrics.append(found.read().decode())
+        with urllib.request.urlopen(f"{client.service.http}/metrics", timeout=10) as response:
+            metrics.append(response.read().decode())
 
 
 def test_by_anybody(model: Model, tmp_path: Path) -> None:

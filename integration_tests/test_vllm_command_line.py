@@ -49,8 +49,8 @@ class VllmService:
 
 def greedy(oracle: Oracle) -> str:
     ids = oracle.tokenizer.encode(PROMPT).ids
-    found, _ = generate(oracle.model, ids, max_new_tokens=NUM_TOKENS, eos_token_id=None)
-    return oracle.tokenizer.decode(found)
+    tokens, _ = generate(oracle.model, ids, max_new_tokens=NUM_TOKENS, eos_token_id=None)
+    return oracle.tokenizer.decode(tokens)
 
 
 @pytest.fixture(scope="module", params=["1", "2"])
@@ -116,8 +116,8 @@ def test_children_do_not_show_the_key(service: VllmService) -> None:
 
 def test_bad_adapters_get_no_name(service: VllmService) -> None:
     for path, status in (("misfit", 400), ("missing", 404), ("/etc", 400), (str(service.adapters), 400)):
-        found, text = service.post("load", lora_name="bad", lora_path=path)
-        assert found == status, text
+        actual, text = service.post("load", lora_name="bad", lora_path=path)
+        assert actual == status, text
     with service.client() as client, pytest.raises(openai.NotFoundError):
         service.text(client, "bad")
 
@@ -127,15 +127,15 @@ def test_names_come_and_go_under_traffic(service: VllmService) -> None:
     stopped = threading.Event()
 
     def ask() -> set[str]:
-        found: set[str] = set()
+        texts: set[str] = set()
         with service.client() as client:
             while not stopped.is_set():
                 assert service.text(client, "tiny") == service.texts["tiny"]
                 try:
-                    found.add(service.text(client, "moving"))
+                    texts.add(service.text(client, "moving"))
                 except openai.NotFoundError:
-                    found.add("unknown")
-        return found
+                    texts.add("unknown")
+        return texts
 
     with ThreadPoolExecutor(4) as threads:
         asking = [threads.submit(ask) for _ in range(4)]
@@ -154,6 +154,6 @@ def test_names_come_and_go_under_traffic(service: VllmService) -> None:
                         service.text(client, "moving")
         finally:
             stopped.set()
-        found = set().union(*(each.result() for each in asking))
-    assert found <= {service.texts["sql"], service.texts["code"], "unknown"}
-    assert len(found) >= 2
+        texts = set().union(*(each.result() for each in asking))
+    assert texts <= {service.texts["sql"], service.texts["code"], "unknown"}
+    assert len(texts) >= 2

@@ -61,7 +61,7 @@ def test_streams_survive_one_fault_after_the_other(model: Model) -> None:
 
 
 @pytest.mark.slow
-def test_who_kills_the_shards_ends_alone(model: Model) -> None:
+def test_only_the_request_that_kills_shards_fails(model: Model) -> None:
     """Streams in the same steps complete, and the log has the request's id."""
     length = len(Tokenizer.from_file(str(model.directory / "tokenizer.json")).encode(POISON).ids)
     client = serve_with(model, f"shard.before_forward[prompt={length}]=raise")

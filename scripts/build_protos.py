@@ -43,9 +43,9 @@ def _update(file: Path, content: bytes) -> None:
 def _typing_plugin() -> Path:
     """Return the program's path: in a directory that pip filled with `--target`, which moves programs from
     their recorded paths; in a virtual environment; or in pip's isolated build environment."""
-    name, found = "protoc-gen-mypy_grpc", distribution("mypy-protobuf")
-    moved = Path(str(found.locate_file(f"bin/{name}")))
-    recorded = (Path(str(file.locate())).resolve() for file in found.files or [] if file.stem == name)
+    name, package = "protoc-gen-mypy_grpc", distribution("mypy-protobuf")
+    moved = Path(str(package.locate_file(f"bin/{name}")))
+    recorded = (Path(str(file.locate())).resolve() for file in package.files or [] if file.stem == name)
     for path in (moved, *recorded):
         if path.exists():
             return path

@@ -11,13 +11,13 @@ DOCUMENTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 def fragments(path: Path) -> list[str]:
     """Return a line for each docstring of the file that begins with one of FRAGMENTS."""
-    found = []
+    errors = []
     for node in ast.walk(ast.parse(path.read_text())):
         text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
         if text and text.split()[0].rstrip(",.:;") in FRAGMENTS:
             line = getattr(node, "lineno", 1)
-            found.append(f"{path.relative_to(ROOT)}:{line}: a docstring begins with {text.split()[0]!r}")
-    return found
+            errors.append(f"{path.relative_to(ROOT)}:{line}: a docstring begins with {text.split()[0]!r}")
+    return errors
 
 
 if __name__ == "__main__":

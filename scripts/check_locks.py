@@ -82,12 +82,12 @@ def read_lock(text: str) -> Lock:
 
 def _requirement(text: str) -> Requirement:
     try:
-        found = Requirement(text.strip())
+        requirement = Requirement(text.strip())
     except InvalidRequirement as error:
         raise LockError(f"{text.strip()!r} is no requirement") from error
-    if found.url:
-        raise LockError(f"{found.name} comes from {found.url}, not from an index")
-    return found
+    if requirement.url:
+        raise LockError(f"{requirement.name} comes from {requirement.url}, not from an index")
+    return requirement
 
 
 def environments(pythons: Iterable[str]) -> list[Environment]:
@@ -115,13 +115,13 @@ def faults(project: Project, locks: Mapping[str, Lock], installed: Needs) -> Ite
     places = environments(project.pythons)
     served = [*locks[SERVICE], *locks[CPU]]
     roots = [*project.dependencies, *project.extras[EXTRA]]
-    found: dict[str, None] = {}  # each error once, although most occur on every platform
+    errors: dict[str, None] = {}  # each error once, although most occur on every platform
     needed: set[str] = set()
     for place in places:
         walk = _Walk(project, served, installed, place)
-        found |= dict.fromkeys(walk.faults("the project", roots))
+        errors |= dict.fromkeys(walk.faults("the project", roots))
         needed |= walk.seen
-    yield from found or (  # otherwise not all requirements are known
+    yield from errors or (  # otherwise not all requirements are known
         f"{entry.name} is in the lock, and nothing needs it: run make lock"
         for entry in served
         if entry.name not in needed and any(map(entry.applies, places))
@@ -230,9 +230,9 @@ def main() -> int:
     except LockError as error:
         print(f"locks: {error}", file=sys.stderr)
         return 1
-    found = list(faults(project, locks, read_installed()))
-    print("\n".join(found) or f"locks have all that is needed, {sum(map(len, locks.values()))} packages")
-    return bool(found)
+    errors = list(faults(project, locks, read_installed()))
+    print("\n".join(errors) or f"locks have all that is needed, {sum(map(len, locks.values()))} packages")
+    return bool(errors)
 
 
 if __name__ == "__main__":

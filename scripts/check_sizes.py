@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 def too_long(path: Path) -> list[str]:
     text, name = path.read_text(), path.relative_to(ROOT)
     num_lines = len(text.splitlines())
-    found = [f"{name}: {num_lines} lines, at most {MAX_FILE}"] if num_lines > MAX_FILE else []
+    errors = [f"{name}: {num_lines} lines, at most {MAX_FILE}"] if num_lines > MAX_FILE else []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION:
-                found.append(f"{name}:{node.lineno} {node.name}: {length} lines, at most {MAX_FUNCTION}")
-    return found
+                errors.append(f"{name}:{node.lineno} {node.name}: {length} lines, at most {MAX_FUNCTION}")
+    return errors
 
 
 def check(rule: Callable[[Path], list[str]], verdict: str) -> NoReturn:

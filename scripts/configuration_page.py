@@ -182,9 +182,9 @@ def _foreign(names: Iterable[Alias]) -> str:
 
 def own_name(name: str) -> str:
     """Return the flag of the launcher's option, or its variable if it has no flag."""
-    [found] = [f for f, _, _ in declared(LauncherConfig) if f.name == name]
-    is_flag = found.metadata["option"].flag
-    return f"`{flag_of(found) if is_flag else env_of(found)}`"
+    [field] = [f for f, _, _ in declared(LauncherConfig) if f.name == name]
+    is_flag = field.metadata["option"].flag
+    return f"`{flag_of(field) if is_flag else env_of(field)}`"
 
 
 def _meaning(one: Alias) -> str:

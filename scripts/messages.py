@@ -37,14 +37,14 @@ def collect(package: Path = PACKAGE) -> list[Message]:
     """Return the messages without repetitions; raised and logged ones come first."""
     trees = {path: ast.parse(path.read_text()) for path in _sources(package)}
     errors, constants = _errors(trees.values()), _shared(trees.values())
-    found: dict[str, Message] = {}
+    messages: dict[str, Message] = {}
     for kind in ("raised", "logged", "other"):
         for path, tree in trees.items():
             module = str(path.relative_to(package.parent))
             for text in _Module(tree, errors, constants).texts(kind):
                 if sum(c.isalpha() for c in HOLE.sub("", text)) >= MIN_LETTERS:
-                    found.setdefault(key_of(text), Message(text, kind, module))
-    return list(found.values())
+                    messages.setdefault(key_of(text), Message(text, kind, module))
+    return list(messages.values())
 
 
 def _sources(package: Path) -> list[Path]:
@@ -64,11 +64,11 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
 def _shared(trees: Iterable[ast.Module]) -> dict[str, ast.expr]:
     """Return the texts that modules may import: constants whose name stands for one text in the whole
     package."""
-    found: dict[str, list[ast.expr]] = {}
+    shared: dict[str, list[ast.expr]] = {}
     for tree in trees:
         for name, value in _constants(tree).items():
-            found.setdefault(name, []).append(value)
-    return {name: values[0] for name, values in found.items() if name.isupper() and len(values) == 1}
+            shared.setdefault(name, []).append(value)
+    return {name: values[0] for name, values in shared.items() if name.isupper() and len(values) == 1}
 
 
 def _errors(trees: Iterable[ast.Module]) -> frozenset[str]:

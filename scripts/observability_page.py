@@ -131,10 +131,10 @@ def render() -> str:
 def alerts(rules: Iterable[dict[str, Any]], cures: dict[str, str]) -> list[str]:
     """Return the table of alerts. Raises an error for an alert without advice, and for advice without an
     alert."""
-    found = {rule["alert"]: rule for rule in rules if "alert" in rule}
-    if wrong := found.keys() ^ cures.keys():
+    by_name = {rule["alert"]: rule for rule in rules if "alert" in rule}
+    if wrong := by_name.keys() ^ cures.keys():
         raise SystemExit(f"{CURES.name}, {RULES.name}: not an alert of both: {', '.join(sorted(wrong))}")
-    return [_alert(rule, cures[name]) for name, rule in found.items()]
+    return [_alert(rule, cures[name]) for name, rule in by_name.items()]
 
 
 def _alert(rule: dict[str, Any], cure: str) -> str:

@@ -101,14 +101,14 @@ class Prometheus:
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=30) as response:  # noqa: S310
-                found: list[dict[str, Any]] = json.load(response)["data"]["result"]
+                result: list[dict[str, Any]] = json.load(response)["data"]["result"]
         except urllib.error.HTTPError as error:
             if (
                 error.code == http.HTTPStatus.SERVICE_UNAVAILABLE
             ):  # it is starting, and its response is not JSON
                 raise OSError("Prometheus is not ready") from error
             raise RuntimeError(f"{parameters['query']}: {json.load(error).get('error')}") from error
-        return found
+        return result
 
 
 def _free_port() -> int:

@@ -59,10 +59,10 @@ def render() -> str:
 def find(begin: str, messages: list[Message]) -> Message:
     """Return the message that begins with `begin`; for messages that begin with a placeholder, `begin` may be
     in the middle."""
-    found = [one for one in messages if one.key.startswith(begin)]
-    if not found:
+    matches = [one for one in messages if one.key.startswith(begin)]
+    if not matches:
         raise SystemExit(f"{EXPLAINED.name}: no source has {begin!r}")
-    return min(found, key=lambda one: (("raised", "logged", "other").index(one.kind), len(one.key)))
+    return min(matches, key=lambda one: (("raised", "logged", "other").index(one.kind), len(one.key)))
 
 
 def _row(begin: str, text: str, messages: list[Message], told: set[str]) -> str:

@@ -170,10 +170,10 @@ def _add(line: str, open_blocks: list[Block], comment: str) -> None:
     elif block.kind == "enum" and (value := VALUE.match(line)):
         note = _join(value[3] or "", NOTES.get(f"{owner}.{value[1]}", ""))
         block.rows.append((f"`{value[1]}`", value[2], note))
-    elif found := FIELD.match(line):
-        type_ = f"{found[1]} {found[2]}" if found[1] else found[2]
-        note = _join(found[5] or "", NOTES.get(f"{owner}.{found[3]}", ""))
-        block.rows.append((f"`{found[3]}`", type_, found[4], note))
+    elif match := FIELD.match(line):
+        type_ = f"{match[1]} {match[2]}" if match[1] else match[2]
+        note = _join(match[5] or "", NOTES.get(f"{owner}.{match[3]}", ""))
+        block.rows.append((f"`{match[3]}`", type_, match[4], note))
 
 
 def _join(*texts: str) -> str:

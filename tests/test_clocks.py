@@ -23,13 +23,13 @@ ALLOWED = {
 
 def dates(source: str) -> list[int]:
     """Lines that ask what time of day it is."""
-    found = []
+    lines = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found += [node.lineno] * ((node.value.id, node.attr) in DATES)
+            lines += [node.lineno] * ((node.value.id, node.attr) in DATES)
         if isinstance(node, ast.ImportFrom):
-            found += [node.lineno for alias in node.names if (node.module, alias.name) in DATES]
-    return found
+            lines += [node.lineno for alias in node.names if (node.module, alias.name) in DATES]
+    return lines
 
 
 def test_only_dates_are_asked_of_the_clock_on_the_wall() -> None:

@@ -165,7 +165,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
-def test_pages_open_with_what_they_answer(path: Path) -> None:
+def test_pages_open_with_their_question(path: Path) -> None:
     title, opening, *_ = path.read_text().split("\n\n")
     assert re.fullmatch("# .+", title)
     assert "This page " in opening
@@ -188,7 +188,7 @@ def test_faults_are_numbered_without_a_gap() -> None:
         assert re.findall(r"(\d+)\s+faults", told) == [str(len(numbers))]
 
 
-def test_what_asks_for_gpus_says_that_it_was_not_tried() -> None:
+def test_gpu_manifests_state_their_status() -> None:
     asking = [
         path for path in (ROOT / "deployment").rglob("kustomization.yaml") if "/gpu-" in path.read_text()
     ]
@@ -261,7 +261,7 @@ def test_how_it_works_names_files_that_exist_and_every_package() -> None:
         ("true && grpcurl localhost:8033", "no program true"),
     ],
 )
-def test_what_cannot_be_typed_is_found(text: str, why: str | None, tmp_path: Path) -> None:
+def test_untypable_characters_are_reported(text: str, why: str | None, tmp_path: Path) -> None:
     page = Page(tmp_path / "page.md")
     page.path.write_text(f"```shell\n{text}  # a comment\n```\n")
     assert wrong_with(next(page.commands())) == why
@@ -274,10 +274,10 @@ def test_pages_are_read_as_they_look(tmp_path: Path) -> None:
 
 
 def test_a_message_that_has_left_the_source_is_found() -> None:
-    found = messages.collect()
-    assert troubleshooting_page.find("Model is overloaded", found).kind == "raised"
+    collected = messages.collect()
+    assert troubleshooting_page.find("Model is overloaded", collected).kind == "raised"
     with pytest.raises(SystemExit, match="no source has 'Model is tired'"):
-        troubleshooting_page.find("Model is tired", found)
+        troubleshooting_page.find("Model is tired", collected)
 
 
 def test_an_alert_without_a_cure_is_found() -> None:
@@ -297,8 +297,8 @@ def test_messages_are_read_from_any_source(tmp_path: Path) -> None:
         '    logger.warning("it took %.1f s of %s, too long", x.seconds, y)\n'
         '    raise OwnError(f"more than {LIMIT} of {x.name} " "were given" if x else "none was given")\n'
     )
-    found = [(one.kind, one.text) for one in messages.collect(tmp_path / "own") if one.kind != "other"]
-    assert found == [
+    collected = [(one.kind, one.text) for one in messages.collect(tmp_path / "own") if one.kind != "other"]
+    assert collected == [
         ("raised", "more than 3 of {name} were given"),
         ("raised", "none was given"),
         ("logged", "it took {seconds} s of {y}, too long"),

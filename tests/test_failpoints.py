@@ -58,7 +58,7 @@ def test_the_process_ends(action: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["a.b", "a.b=", "a.b=bite", "a.b=raise@x", "=raise", "a.b[rank=1=raise"])
-def test_what_cannot_be_read_is_refused(text: str) -> None:
+def test_unreadable_specifications_are_refused(text: str) -> None:
     with pytest.raises(FailpointError, match="is not POINT"):
         arm(text)
     assert not failpoints._rules

@@ -17,8 +17,8 @@ IMPORTED_TEST = re.compile(
 def test_no_module_imports_a_test() -> None:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     assert Path(__file__) in files
-    found = {str(path.relative_to(ROOT)): IMPORTED_TEST.findall(path.read_text()) for path in files}
-    assert {path: names for path, names in found.items() if names} == {}
+    imported = {str(path.relative_to(ROOT)): IMPORTED_TEST.findall(path.read_text()) for path in files}
+    assert {path: names for path, names in imported.items() if names} == {}
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_no_module_imports_a_test() -> None:
         ('"""Like test_docs.py, from which it differs."""\nfrom tests.support import pages', []),
     ],
 )
-def test_imports_of_tests_are_told_from_others(source: str, names: list[str]) -> None:
+def test_imports_of_tests_are_recognized(source: str, names: list[str]) -> None:
     assert IMPORTED_TEST.findall(source) == names

@@ -65,24 +65,24 @@ BROKEN = [
 ]
 
 
-def found(locks: Mapping[str, str], installed: Needs = INSTALLED) -> list[str]:
+def list_faults(locks: Mapping[str, str], installed: Needs = INSTALLED) -> list[str]:
     return list(faults(PROJECT, {name: read_lock(text) for name, text in locks.items()}, installed))
 
 
 def test_a_lock_that_holds_all() -> None:
-    assert found(LOCKS) == []
+    assert list_faults(LOCKS) == []
 
 
 @pytest.mark.parametrize(("name", "ours", "broken", "fault"), BROKEN)
-def test_what_a_lock_lacks_is_found(name: str, ours: str, broken: str, fault: str) -> None:
+def test_missing_lock_entries_are_reported(name: str, ours: str, broken: str, fault: str) -> None:
     assert ours in LOCKS[name]
-    assert any(fault in each for each in found({**LOCKS, name: LOCKS[name].replace(ours, broken)}))
+    assert any(fault in each for each in list_faults({**LOCKS, name: LOCKS[name].replace(ours, broken)}))
 
 
-def test_what_is_not_installed_is_not_known() -> None:
+def test_packages_that_are_not_installed_are_unknown() -> None:
     rest = {name: each for name, each in INSTALLED.items() if name != "second"}
     fault = "the lock has second 2, the installed one is not there: make install"
-    assert found(LOCKS, rest) == [fault], "and speed is not said to be needless"
+    assert list_faults(LOCKS, rest) == [fault], "and speed is not said to be needless"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def raised() -> object:
         return sys.exc_info()
 
 
-def test_text_escapes_what_could_forge_a_record() -> None:
+def test_characters_that_could_forge_a_record_are_escaped() -> None:
     line = TextFormatter().format(record("id %s", HOSTILE))
     assert "\n" not in line
     assert "\x1b" not in line

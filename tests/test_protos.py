@@ -30,7 +30,7 @@ def test_buf_lints_and_builds(tmp_path: Path) -> None:
         assert (result.returncode, result.stdout + result.stderr) == (0, "")
 
 
-def test_lint_finds_what_our_rules_forbid(tmp_path: Path) -> None:
+def test_lint_reports_violations_of_our_rules(tmp_path: Path) -> None:
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     shutil.copytree(ROOT / "protos", tmp_path / "protos")
     shard = tmp_path / "protos" / "shard.proto"
@@ -85,10 +85,10 @@ def shape_of(field: FieldDescriptor) -> tuple[object, ...]:
 
 def messages_of(file: FileDescriptor) -> dict[str, Descriptor]:
     """By full name, nested ones too."""
-    found = dict(file.message_types_by_name.items())
-    for message in list(found.values()):
-        found |= {f"{message.name}.{nested.name}": nested for nested in message.nested_types}
-    return found
+    descriptors = dict(file.message_types_by_name.items())
+    for message in list(descriptors.values()):
+        descriptors |= {f"{message.name}.{nested.name}": nested for nested in message.nested_types}
+    return descriptors
 
 
 def enums_of(file: FileDescriptor) -> dict[str, dict[str, int]]:

@@ -45,7 +45,7 @@ def write_file(path: Path, template: str | None) -> None:
 
 @pytest.mark.parametrize("form", ["directory", "jinja", "hub", "file", "folder"])
 @pytest.mark.parametrize("has_template", [True, False])
-def test_only_what_works_is_offered(form: str, has_template: bool, tmp_path: Path) -> None:
+def test_only_working_choices_are_offered(form: str, has_template: bool, tmp_path: Path) -> None:
     name, template = str(tmp_path / "model"), "{{ messages }}" if has_template else ""
     settings = {"chat_template": template} if has_template and form not in ("jinja", "folder") else {}
     if form == "hub":

@@ -54,4 +54,4 @@ PREDICTIONS: dict[str, Mapping[str, Prediction]] = {
 
 def predict(gpu: str) -> Mapping[str, Prediction]:
     """Return the predictions for a GPU by its name; none for other GPUs."""
-    return next((found for name, found in PREDICTIONS.items() if name in gpu), {})
+    return next((figures for name, figures in PREDICTIONS.items() if name in gpu), {})

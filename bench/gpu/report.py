@@ -98,14 +98,14 @@ def _list_predicted(results: Iterable[Result], predictions: Predictions) -> Iter
 
 def _list_checks(results: Iterable[Result], stages: Iterable[Stage]) -> Iterator[str]:
     """Count the checks of each stage, and list those with measurements."""
-    found = [each for each in results if each.kind == "check"]
-    if found:
+    checks = [each for each in results if each.kind == "check"]
+    if checks:
         yield from ["| stage | checks | hold |", "| --- | --- | --- |"]
     for stage in stages:
-        outcomes = [each.value is True for each in found if each.stage == stage.name]
+        outcomes = [each.value is True for each in checks if each.stage == stage.name]
         if outcomes:
             yield f"| {stage.name} | {len(outcomes)} | {sum(outcomes)} |"
-    measured = [each for each in found if each.detail]
+    measured = [each for each in checks if each.detail]
     if measured:
         yield from ["", "| stage | what | holds | |", "| --- | --- | --- | --- |"]
     for each in measured:
@@ -114,19 +114,19 @@ def _list_checks(results: Iterable[Result], stages: Iterable[Stage]) -> Iterator
 
 
 def _list_figures(results: Iterable[Result], predictions: Predictions) -> Iterator[str]:
-    found = [each for each in results if each.kind == "figure" and KERNEL not in each.key]
-    if found:
+    figures = [each for each in results if each.kind == "figure" and KERNEL not in each.key]
+    if figures:
         yield from ["| stage | what | measured | |", "| --- | --- | --- | --- |"]
-    for each in found:
+    for each in figures:
         if each.key not in predictions or each.detail:
             yield f"| {each.stage} | {each.key} | {_format_value(each)} | {_shorten(each.detail)} |"
 
 
 def _list_kernels(results: Iterable[Result]) -> Iterator[str]:
-    found = [each for each in results if each.kind == "figure" and KERNEL in each.key]
-    if found:
+    figures = [each for each in results if each.kind == "figure" and KERNEL in each.key]
+    if figures:
         yield from ["| step | kernel | µs a step | launches |", "| --- | --- | --- | --- |"]
-    for each in found:
+    for each in figures:
         step, _, kernel = each.key.partition(KERNEL)
         yield f"| {step} | `{kernel.replace('|', ' ')}` | {each.value:.1f} | {each.detail} |"
 

@@ -92,7 +92,7 @@ def keep_last_attempts(results: Iterable[Result]) -> list[Result]:
         attempts.setdefault((each.stage, each.case), {}).setdefault(each.attempt, []).append(each)
     kept = []
     for by_number in attempts.values():
-        begun = [number for number, found in by_number.items() if found[-1].value != NOT_BEGUN]
+        begun = [number for number, of_attempt in by_number.items() if of_attempt[-1].value != NOT_BEGUN]
         kept += by_number[max(begun or by_number)]
     return kept
 

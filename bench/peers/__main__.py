@@ -48,10 +48,10 @@ def main() -> None:
 def find_files() -> list[Path]:
     """Return the GGUF files of real models that `make` has downloaded. Raises BenchError if there are
     none."""
-    found = sorted(MODELS.glob("*.gguf"))
-    if not found:
+    files = sorted(MODELS.glob("*.gguf"))
+    if not files:
         raise BenchError(f"{MODELS} has no GGUF file: make {FILE.relative_to(Path.cwd())}")
-    return found
+    return files
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:

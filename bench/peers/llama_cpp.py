@@ -62,17 +62,17 @@ class Sequences:
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         """Return the new tokens of each prompt, sampled greedily."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
-        found: list[list[int]] = [[] for _ in prompts]
+        generated: list[list[int]] = [[] for _ in prompts]
         length = len(prompts[0])
         at_once = max(1, MAX_TOKENS // length)
         for first in range(0, len(prompts), at_once):
             rows = range(first, min(first + at_once, len(prompts)))
-            self._decode([(row, prompts[row]) for row in rows], 0, found)
+            self._decode([(row, prompts[row]) for row in rows], 0, generated)
         for position in range(length, length + new_tokens - 1):
-            self._decode([(row, tokens[-1:]) for row, tokens in enumerate(found)], position, found)
-        return found
+            self._decode([(row, tokens[-1:]) for row, tokens in enumerate(generated)], position, generated)
+        return generated
 
-    def _decode(self, rows: list[tuple[int, list[int]]], position: int, found: list[list[int]]) -> None:
+    def _decode(self, rows: list[tuple[int, list[int]]], position: int, generated: list[list[int]]) -> None:
         """Compute tokens from `position` on, and append the likeliest next token to each row."""
         batch, index = self._batch, 0
         for row, tokens in rows:
@@ -87,7 +87,7 @@ class Sequences:
         address = llama_cpp.llama_get_logits(self._context)
         logits = np.ctypeslib.as_array(address, (len(rows), self.vocab_size))  # [rows, vocab_size]
         for (row, _), token in zip(rows, logits.argmax(1).tolist(), strict=True):
-            found[row].append(token)
+            generated[row].append(token)
 
 
 def main() -> None:

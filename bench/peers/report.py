@@ -18,11 +18,11 @@ def find_figures(samples: Sequence[Sample], clients: Sequence[int], prefills: Se
     cases = [(f"decode {count}", str(count)) for count in clients]
     cases += [(f"prefill {length}", f"prefill {length}") for length in prefills]
     names = dict.fromkeys(sample.contender for sample in samples if not sample.contender.startswith(OURS))
-    found = []
+    figures = []
     for name in names:
         for case, label in cases:
-            found.append(find_ratio(samples, f"{name} {label}", (RIVALS[name], case), (name, case)))
-    return [figure for figure in found if figure is not None]
+            figures.append(find_ratio(samples, f"{name} {label}", (RIVALS[name], case), (name, case)))
+    return [figure for figure in figures if figure is not None]
 
 
 def format_peers(result: dict[str, Any]) -> str:

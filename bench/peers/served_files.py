@@ -74,24 +74,24 @@ def _load_with_llama_cpp(options: Namespace, file: Path) -> Iterator[Asked]:
 
 
 def _compare_rates(samples: list[Sample], cases: list[str]) -> list[Figure]:
-    found = [
+    figures = [
         find_ratio(samples, f"{key} {case}", (name, case), (LLAMA_CPP, case))
         for name, key in ((OURS, "gguf"), (ROUNDED, "gguf int8"))
         for case in cases
     ]
-    return [figure for figure in found if figure is not None]
+    return [figure for figure in figures if figure is not None]
 
 
 def _compare_starts(options: Namespace, file: Path) -> Iterator[Figure]:
     """Yield the service's time to readiness as a multiple of llama.cpp's time to its first response."""
-    found: dict[str, list[float]] = {OURS: [], LLAMA_CPP: []}
+    seconds: dict[str, list[float]] = {OURS: [], LLAMA_CPP: []}
     starts = {OURS: _serve, LLAMA_CPP: lambda options, file, _: _load_with_llama_cpp(options, file)}
     for number in range(options.rounds):
-        for name in turns(list(found), number):
+        for name in turns(list(seconds), number):
             begin = time.perf_counter()
             with starts[name](options, file, name) as asked:
                 asked.generate(1, 16, 1, seed=number)
-                found[name].append(time.perf_counter() - begin)
-    medians = [Spread.of(times).median for times in found.values()]
-    ratios = Spread.of([ours / theirs for ours, theirs in zip(*found.values(), strict=True)])
+                seconds[name].append(time.perf_counter() - begin)
+    medians = [Spread.of(times).median for times in seconds.values()]
+    ratios = Spread.of([ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)])
     yield Figure("gguf start", ratios, f"{medians[0]:.1f} to {medians[1]:.1f} s")

@@ -65,7 +65,7 @@ def a_named_tool_is_parsed(served: Served) -> None:
     assert isinstance(call.function.parsed_arguments, Clock)
 
 
-def reasoning_is_told_apart(served: Served) -> None:
+def reasoning_is_separated_from_content(served: Served) -> None:
     thinks = {"chat_template_kwargs": {"enable_thinking": True}, "max_reasoning_tokens": 8}
     fields: dict[str, Any] = {"model": served.model, "messages": served.chats[0].messages, "temperature": 0}
     fields |= {"max_tokens": 30, "stream_options": {"include_usage": True}}
@@ -87,6 +87,6 @@ def reasoning_is_told_apart(served: Served) -> None:
         assert each.completion_tokens_details.reasoning_tokens == 9  # with its end mark
 
 
-TOOL_CHECKS: list[Check] = [a_named_tool_is_parsed, reasoning_is_told_apart]
+TOOL_CHECKS: list[Check] = [a_named_tool_is_parsed, reasoning_is_separated_from_content]
 LONG_CHECKS: list[Check] = [a_tool_is_called_and_its_result_is_answered]
 """These tests need room for long prompts."""

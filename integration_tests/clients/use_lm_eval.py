@@ -20,7 +20,7 @@ Results = dict[str, Any]
 
 
 def evaluate(model: str, args: dict[str, Any], tasks: list[str], **more: Any) -> Results:
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=model,
         model_args=args,
         tasks=tasks,
@@ -29,8 +29,8 @@ def evaluate(model: str, args: dict[str, Any], tasks: list[str], **more: Any) ->
         log_samples=True,
         **more,
     )
-    assert found is not None
-    return found
+    assert results is not None
+    return results
 
 
 def own(served: Served, tasks: list[str], **more: Any) -> Results:
@@ -58,7 +58,7 @@ def assert_equal(given: Results, wanted: Results, tasks: list[str]) -> None:
             other = given["results"][task][name]
             is_same = _is_near(other, score) if isinstance(score, float) else other == score
             assert is_same, f"{task} {name}: {other} instead of {score}"
-        samples = [sorted(found["samples"][task], key=_number) for found in (given, wanted)]
+        samples = [sorted(results["samples"][task], key=_number) for results in (given, wanted)]
         assert len(samples[0]) == len(samples[1]) > 3
         for one, other in zip(*samples, strict=True):
             assert _same(one["filtered_resps"], other["filtered_resps"]), (task, one, other)

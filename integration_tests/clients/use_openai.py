@@ -272,7 +272,7 @@ def _refused(create: Create, kind: type[openai.APIStatusError], code: str = "", 
     assert refusal.body["message"], refusal.body  # type: ignore[index]
 
 
-def a_crowd_gets_what_one_gets(served: Served) -> None:
+def concurrent_calls_get_the_same_answer(served: Served) -> None:
     asyncio.run(_crowd(served))
 
 
@@ -311,7 +311,7 @@ CHECKS: list[Check] = [
     answers_are_parsed,
     names_of_adapters_are_models,
     errors_are_the_package_s_own,
-    a_crowd_gets_what_one_gets,
+    concurrent_calls_get_the_same_answer,
     *TOOL_CHECKS,
 ]
 

@@ -41,7 +41,7 @@ def a_prompt_is_completed(served: Served) -> None:
         assert answer.details.prefill == []
 
 
-def a_prompt_is_told(served: Served) -> None:
+def prompt_tokens_are_returned(served: Served) -> None:
     for asked in served.completions[:3]:
         answer = connect(served).generate(
             asked.prompt, max_new_tokens=asked.max_tokens, decoder_input_details=True
@@ -158,7 +158,7 @@ def errors_have_their_type(served: Served) -> None:
 
 CHECKS: list[Check] = [
     a_prompt_is_completed,
-    a_prompt_is_told,
+    prompt_tokens_are_returned,
     a_prompt_streams,
     prompts_are_completed_async,
     a_seed_gives_the_same_answer,

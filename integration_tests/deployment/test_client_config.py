@@ -67,7 +67,9 @@ def test_calls_are_made_again(service: tuple[str, SecondTime, health.HealthServi
     assert second.calls == 2
 
 
-def test_who_is_not_serving_is_not_asked(service: tuple[str, SecondTime, health.HealthServicer]) -> None:
+def test_backends_that_are_not_serving_get_no_calls(
+    service: tuple[str, SecondTime, health.HealthServicer],
+) -> None:
     target, second, state = service
     state.set(NAME, health_pb2.HealthCheckResponse.NOT_SERVING)
     with pytest.raises(grpc.RpcError) as error:
@@ -76,7 +78,7 @@ def test_who_is_not_serving_is_not_asked(service: tuple[str, SecondTime, health.
     assert second.calls == 0
 
 
-def test_what_grpc_cannot_read_fails_every_call(
+def test_an_invalid_service_config_fails_every_call(
     service: tuple[str, SecondTime, health.HealthServicer],
 ) -> None:
     target, second, _ = service

@@ -24,14 +24,14 @@ def deploy(*arguments: str, path: str | None = None) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize("name", ["", "nobody", "../overlays/cpu", "bloom/", ".", "--dry-run"])
-def test_names_that_are_none(name: str) -> None:
+def test_invalid_names(name: str) -> None:
     result = deploy(*filter(None, [name]))
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.splitlines()[0] == "Must provide valid model name"
     assert all(model in result.stderr for model in MODELS)
 
 
-def test_a_dry_run_prints_what_would_be_applied() -> None:
+def test_a_dry_run_prints_the_manifests() -> None:
     need_kubectl()
     result = deploy("flan-t5", "--dry-run")
     assert (result.returncode, result.stderr) == (0, "")
@@ -39,7 +39,7 @@ def test_a_dry_run_prints_what_would_be_applied() -> None:
 
 
 @pytest.mark.parametrize("renderer", ["kubectl", "kustomize"])
-def test_it_applies_what_is_rendered(renderer: str, tmp_path: Path) -> None:
+def test_the_rendered_manifests_are_applied(renderer: str, tmp_path: Path) -> None:
     """Stubs replace both programs, because there is no cluster."""
     log = tmp_path / "log"
     says = {
@@ -61,7 +61,7 @@ def test_it_applies_what_is_rendered(renderer: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_are_told_apart(name: str) -> None:
+def test_models_are_distinguished(name: str) -> None:
     """The models differ by prefix, by a label in every selector, and by the served model."""
     objects = objects_of(f"models/{name}")
     assert all(one["metadata"]["name"] == f"{name.replace('.', '-')}-inference-server" for one in objects)

@@ -55,10 +55,10 @@ def test_nothing_is_loaded_from_another_host(site: Site) -> None:
 
 def test_it_can_be_searched(site: Site) -> None:
     index = json.loads((site.root / "search" / "search_index.json").read_text())
-    found = {
+    locations = {
         doc["location"].partition("#")[0] for doc in index["docs"] if "Model is overloaded" in doc["text"]
     }
-    assert "troubleshooting.html" in found
+    assert "troubleshooting.html" in locations
 
 
 @pytest.mark.parametrize(
@@ -85,15 +85,15 @@ def test_a_page_outside_of_the_navigation_is_refused(tmp_path: Path) -> None:
     assert (result.returncode, "lost.md" in result.stderr) == (1, True)
 
 
-def test_what_is_loaded_from_elsewhere_and_what_is_broken_is_found(tmp_path: Path) -> None:
+def test_foreign_resources_and_broken_links_are_reported(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(
         '<a href="a.html#b"></a><a href="#c"></a><a href="https://example.com"></a><p id="d"></p>'
         '<script src="//cdn.example/x.js"></script><img src="p.png"><link rel="preconnect" href="https://f.example">'
     )
     (tmp_path / "style.css").write_text("@import 'https://f.example/font.css'; b { background: url(x.png) }")
-    found = Site(tmp_path)
-    assert found.broken() == ["index.html: a.html#b", "index.html: #c", "index.html: p.png"]
-    assert found.loaded_from_elsewhere() == [
+    site = Site(tmp_path)
+    assert site.broken() == ["index.html: a.html#b", "index.html: #c", "index.html: p.png"]
+    assert site.loaded_from_elsewhere() == [
         "index.html: //cdn.example/x.js",
         "index.html: https://f.example",
         "style.css: https://f.example/font.css",

@@ -65,7 +65,7 @@ class Playground:
 def open_chromium(*flags: str) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright  # not in the development environment
 
-    chromium = next((found for name in NAMES if (found := shutil.which(name))), None)
+    chromium = next((path for name in NAMES if (path := shutil.which(name))), None)
     assert chromium is not None, "no Chromium here: apt-get install chromium"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", *flags])

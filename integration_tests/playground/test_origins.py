@@ -68,13 +68,13 @@ def statuses(service: Service) -> dict[str, int]:
     """Return the numbers of completions by status."""
     with urllib.request.urlopen(f"{service.http}/metrics", timeout=20) as answer:
         lines = answer.read().decode().splitlines()
-    found = {}
+    counts = {}
     for line in lines:
         if line.startswith("tgi_http_api_request") and '"/v1/completions"' in line:
             status = re.search(r'"(\d{3})"', line)
             assert status is not None
-            found[status[1]] = int(float(line.split()[-1]))
-    return found
+            counts[status[1]] = int(float(line.split()[-1]))
+    return counts
 
 
 def test_a_page_of_another_origin_has_nothing_computed(

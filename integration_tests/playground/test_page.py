@@ -341,7 +341,7 @@ def test_hostile_text_is_only_text(page: Playground, served: Served) -> None:
     assert page.page.locator("article img, article script, #alternatives img").count() == 0
 
 
-def test_errors_are_told_as_text(page: Playground, served: Served) -> None:
+def test_errors_are_shown_as_text(page: Playground, served: Served) -> None:
     page.fill("JSON schema", '{"type": ')
     page.fill("Message", "hello")
     page.press("Send")
@@ -363,7 +363,7 @@ def test_errors_are_told_as_text(page: Playground, served: Served) -> None:
     assert page.error == ""
 
 
-def test_wrong_token_is_told(page: Playground, served: Served) -> None:
+def test_a_wrong_token_is_reported(page: Playground, served: Served) -> None:
     page.fill("Bearer token", "wrong")
     page.press("Reload models")
     page.page.get_by_role("alert").get_by_text("401: a valid bearer token is required").wait_for()
@@ -383,7 +383,7 @@ def test_token_is_kept_in_memory_only(page: Playground, served: Served) -> None:
     assert page.page.get_by_label("Bearer token").input_value() == ""
 
 
-def test_policy_stops_what_a_page_must_not_do(served: Served, browser: Any) -> None:
+def test_the_policy_blocks_forbidden_actions(served: Served, browser: Any) -> None:
     """Otherwise the other tests would not notice a violation either."""
     tries = {
         "require-trusted-types-for": "document.body.innerHTML = '<b>text</b>'",
@@ -453,9 +453,9 @@ def axe() -> str:
 def find_hindrances(page: Playground, axe: str) -> list[str]:
     # Its usual method needs a new document; the driver may run scripts despite the policy.
     page.page.evaluate(axe)
-    found = page.page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    results = page.page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
     return [
         f"{each['id']}: {node['html'][:200]} {node['failureSummary']}"
-        for each in found["violations"]
+        for each in results["violations"]
         for node in each["nodes"]
     ]

@@ -84,13 +84,13 @@ class Ask:
         return caught.value.code(), caught.value.details()
 
     def check(self, tuned: Tuned, answer: pb.GenerationResponse | list[pb.GenerationResponse]) -> None:
-        found = scorer.Tuned(self.prefix_id, self.adapter_id)
+        adapters = scorer.Tuned(self.prefix_id, self.adapter_id)
         if isinstance(answer, list):
-            expected = tuned.oracle.stream(self.text, self.params, 0, answer, found)
+            expected = tuned.oracle.stream(self.text, self.params, 0, answer, adapters)
             assert len(expected) == len(answer)
             problems = [d for pair in zip(expected, answer, strict=True) for d in differences(*pair)]
         else:
-            problems = list(differences(tuned.oracle.unary(self.text, self.params, 0, found), answer))
+            problems = list(differences(tuned.oracle.unary(self.text, self.params, 0, adapters), answer))
         assert not problems, (self, problems)
 
 

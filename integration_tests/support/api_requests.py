@@ -152,15 +152,15 @@ def _parameters(fields: Fields) -> pb.Parameters:
 
 def _metadata(fields: Fields) -> list[tuple[str, str]]:
     keys = ("presence_penalty", "frequency_penalty", "min_p", "cache_salt")
-    found = [(f"tgis-{key.replace('_', '-')}", str(fields[key])) for key in keys if key in fields]
+    metadata = [(f"tgis-{key.replace('_', '-')}", str(fields[key])) for key in keys if key in fields]
     if "logit_bias" in fields:
         biases = ",".join(f"{token}:{bias}" for token, bias in fields["logit_bias"].items())
-        found.append(("tgis-logit-bias", biases))
+        metadata.append(("tgis-logit-bias", biases))
     if "stop_token_ids" in fields:
-        found.append(("tgis-stop-token-ids", ",".join(map(str, fields["stop_token_ids"]))))
+        metadata.append(("tgis-stop-token-ids", ",".join(map(str, fields["stop_token_ids"]))))
     if fields.get("ignore_eos"):
-        found.append(("tgis-ignore-eos", "true"))
-    return found
+        metadata.append(("tgis-ignore-eos", "true"))
+    return metadata
 
 
 def _answer(response: pb.GenerationResponse) -> Answer:
@@ -175,8 +175,8 @@ def _answer(response: pb.GenerationResponse) -> Answer:
 
 
 def _logprobs(choice: Any) -> tuple[float, ...]:
-    found = choice.get("logprobs")
-    return tuple(found["token_logprobs"]) if found else ()
+    logprobs = choice.get("logprobs")
+    return tuple(logprobs["token_logprobs"]) if logprobs else ()
 
 
 def _reason(choices: list[Any]) -> str:

@@ -71,15 +71,15 @@ def load_cases() -> list[Case]:
 
 def _load(path: Path) -> list[Case]:
     content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
-    found = []
+    cases = []
     for entry in content["cases"]:
         assert not (unknown := set(entry) - FIELDS - {"models", "decoder_only"}), f"{path.name}: {unknown}"
         given = {"rpc": "Generate", "model": content.get("model", "bytes"), "expect": "oracle", **entry}
         models = given.pop("models", [given["model"]])
         if not given.pop("decoder_only", False) and "bytes" in models:
             models = [*models, ALSO]
-        found += [Case(**{**given, "topic": path.stem, "model": model}) for model in models]
-    return found
+        cases += [Case(**{**given, "topic": path.stem, "model": model}) for model in models]
+    return cases
 
 
 def request_of(case: Case, oracle: Oracle) -> Message:

@@ -76,7 +76,7 @@ def assert_same(one: pb.GenerationResponse, other: pb.GenerationResponse, tolera
 def cut_logprobs(response: pb.GenerationResponse) -> list[float]:
     infos = [*response.tokens, *response.input_tokens]
     holders = [*infos, *(top for info in infos for top in info.top_tokens)]
-    found = [holder.logprob for holder in holders]
+    logprobs = [holder.logprob for holder in holders]
     for holder in holders:
         holder.ClearField("logprob")
-    return found
+    return logprobs

@@ -77,8 +77,8 @@ def interpreter(scratch: Path, files: Path, size: str) -> list[str]:
     """Return a command that runs Python there; /tmp has `size`, and contains `files` and Python's own
     files."""
     (scratch / "root").mkdir(exist_ok=True)
-    found = {Path.cwd(), Path(sys.base_prefix), *(Path(path).absolute() for path in sys.path if path)}
-    visible = [path for path in found if path.exists() and not found & set(path.parents)]
+    paths = {Path.cwd(), Path(sys.base_prefix), *(Path(path).absolute() for path in sys.path if path)}
+    visible = [path for path in paths if path.exists() and not paths & set(path.parents)]
     arguments = map(str, (scratch / "root", size, files, *visible))
     set_up = ["unshare", "--mount", "--net", "sh", "-c", _SET_UP, "sh", *arguments, "--"]
     return [*set_up, os.path.realpath(sys.executable)]
@@ -145,15 +145,15 @@ class Hardened:
 
     def addresses(self, *tables: str, states: Collection[str] = ()) -> set[tuple[str, int]]:
         """Return the hosts and ports of its network's sockets, in the given states if any."""
-        found = set()
+        listening = set()
         for table in tables:
             for line in (self.proc / "net" / table).read_text().splitlines()[1:]:
                 _, local, _, state, *_ = line.split()
                 host, port = local.split(":")
                 if not states or state in states:
                     words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
-                    found.add((str(ip_address(b"".join(words))), int(port, 16)))
-        return found
+                    listening.add((str(ip_address(b"".join(words))), int(port, 16)))
+        return listening
 
     def unix_sockets(self) -> set[str]:
         """Return the names of the listening sockets."""
@@ -163,13 +163,13 @@ class Hardened:
     def counters(self) -> dict[str, int]:
         """Return the kernel's counters of its network."""
         lines = [line.split() for line in (self.proc / "net" / "snmp6").read_text().splitlines()]
-        found = {name: int(value) for name, value in lines}
+        by_name = {name: int(value) for name, value in lines}
         pairs = [line.split(": ") for line in (self.proc / "net" / "snmp").read_text().splitlines()]
         for (kind, names), (_, values) in zip(pairs[::2], pairs[1::2], strict=True):
-            found |= {
+            by_name |= {
                 kind + name: int(value) for name, value in zip(names.split(), values.split(), strict=True)
             }
-        return found
+        return by_name
 
     def audited(self) -> dict[str, list[Event]]:
         """Return the audit events of each of its interpreters, by process id, including ended ones."""

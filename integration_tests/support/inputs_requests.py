@@ -45,13 +45,13 @@ class InputsApis:
 
     def ways(self, fields: Fields) -> dict[str, Way]:
         """Return the ways in which such a request can be sent."""
-        found: dict[str, Way] = {}
+        by_name: dict[str, Way] = {}
         if _tgi_parameters(fields) is not None:
-            found |= {"TGI": self.generate, "TGI, any": self.generate_any}
-            found |= {"TGI, streamed": self.generate_stream}
+            by_name |= {"TGI": self.generate, "TGI, any": self.generate_any}
+            by_name |= {"TGI, streamed": self.generate_stream}
         if fields.keys() <= LMI_NAMES.keys():
-            found |= {"LMI": self.invoke, "LMI, streamed": self.invoke_stream}
-        return found
+            by_name |= {"LMI": self.invoke, "LMI, streamed": self.invoke_stream}
+        return by_name
 
     def generate(self, prompt: str, fields: Fields) -> Answer:
         with self.post("/generate", tgi_body(prompt, fields)) as response:
@@ -105,11 +105,11 @@ def _tgi_parameters(fields: Fields) -> dict[str, Any] | None:
     guided = given.pop("structured_outputs", None)
     if not (given.keys() <= TGI_NAMES.keys() and (guided is None or guided.keys() <= {"regex", "json"})):
         return None
-    found = _renamed(given, TGI_NAMES)
+    parameters = _renamed(given, TGI_NAMES)
     if guided:
         [(kind, value)] = guided.items()
-        found["grammar"] = {"type": kind, "value": value}
-    return found
+        parameters["grammar"] = {"type": kind, "value": value}
+    return parameters
 
 
 def lmi_body(prompt: str, fields: Fields) -> dict[str, Any]:
@@ -117,10 +117,10 @@ def lmi_body(prompt: str, fields: Fields) -> dict[str, Any]:
 
 
 def _renamed(fields: Fields, names: Mapping[str, str]) -> dict[str, Any]:
-    found = {names[name]: value for name, value in fields.items()}
-    if not found["temperature"]:
-        del found["temperature"]
-    return {**found, "do_sample": bool(fields["temperature"])}
+    renamed = {names[name]: value for name, value in fields.items()}
+    if not renamed["temperature"]:
+        del renamed["temperature"]
+    return {**renamed, "do_sample": bool(fields["temperature"])}
 
 
 def _whole(answer: Any, logprob: str, num_input_tokens: int) -> Answer:

@@ -114,7 +114,7 @@ def _read(launched: Launched, path: str, body: Body) -> bytes:
 def wait_for_status(launched: Launched, path: str, status: int) -> str:
     """Return the body of the first response to a GET that has the status."""
     deadline = time.monotonic() + STATUS_TIMEOUT_S
-    while (found := launched.ask(path)).status != status:
-        assert time.monotonic() < deadline, (found, launched.service.output)
+    while (response := launched.ask(path)).status != status:
+        assert time.monotonic() < deadline, (response, launched.service.output)
         time.sleep(0.02)
-    return found.text
+    return response.text

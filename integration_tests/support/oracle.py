@@ -60,10 +60,10 @@ class Oracle:
 
     def tuned(self, request: Request) -> Tuned:
         """Return the soft prompt and adapter of the request's ids."""
-        found = Tuned(request.prefix_id, request.adapter_id)
-        if found.prompt in self.served.store.adapters:
-            return replace(found, prompt="", adapter=found.prompt)
-        return found
+        adapters = Tuned(request.prefix_id, request.adapter_id)
+        if adapters.prompt in self.served.store.adapters:
+            return replace(adapters, prompt="", adapter=adapters.prompt)
+        return adapters
 
     def error(self, request: Request) -> str | None:
         """Return the expected error of the request."""

@@ -82,8 +82,8 @@ def read_model(model: Path, adapter: Path | None) -> PreTrainedModel:
     if adapter is None:
         return _read(model).eval()
     changed = peft.PeftModel.from_pretrained(_read(model), str(adapter))
-    found: PreTrainedModel = changed.base_model.model.eval()
-    return found
+    base: PreTrainedModel = changed.base_model.model.eval()
+    return base
 
 
 def _read(model: Path) -> PreTrainedModel:

@@ -13,7 +13,7 @@ def screenshot(
     url: str, picture: Path, width: int, height: int, wait_ms: int = 1000, scheme: str = LIGHT
 ) -> None:
     """Render a window of the given size; scripts of the page get `wait_ms`, which must not be 0."""
-    chromium = next((found for name in NAMES if (found := shutil.which(name))), None)
+    chromium = next((path for name in NAMES if (path := shutil.which(name))), None)
     if chromium is None:
         raise SystemExit("no chromium here: apt-get install chromium")
     with tempfile.TemporaryDirectory() as profile:

@@ -42,12 +42,12 @@ def legend(lines: Sequence[Line]) -> str:
 
 def _stacked(lines: Sequence[Line]) -> list[Line]:
     below: dict[float, float] = {}
-    found = []
+    stacked = []
     for line in lines:
         points = [(at, value + below.get(at, 0.0)) for at, value in line.points]
         below |= dict(points)
-        found.append(Line(line.legend, points))
-    return found
+        stacked.append(Line(line.legend, points))
+    return stacked
 
 
 def _round_up(value: float) -> float:

@@ -59,8 +59,8 @@ def _lines(query: Query, prometheus: Prometheus, begin: float, end: float) -> li
     expression = query.expression.replace("$__rate_interval", RATE_INTERVAL)
     for name in CHOSEN:
         expression = expression.replace(f"${name}", ".*")
-    found = prometheus.query_range(expression, begin, end, STEP_S)
-    return [Line(_legend(query, one["metric"]), _points(one["values"], begin)) for one in found]
+    series = prometheus.query_range(expression, begin, end, STEP_S)
+    return [Line(_legend(query, one["metric"]), _points(one["values"], begin)) for one in series]
 
 
 def _legend(query: Query, labels: dict[str, str]) -> str:

@@ -58,8 +58,8 @@ def _below(recording: Recording, shown_at: Callable[[float], float], end_s: floa
     yield Piece(0, first, 0, "─" * COLUMNS, "dim")
     killed_at_s = shown_at(recording.killed_at_s)
     yield Piece(killed_at_s, first + 1, 0, f"$ kill -9 {recording.killed_pid}  # the shard", "bad")
-    found = [(each.at_s, match) for each in recording.log if (match := LOG_LINE.match(each.text))]
-    for i, (at_s, match) in enumerate(found[: LOG_LINES - 3]):
+    matches = [(each.at_s, match) for each in recording.log if (match := LOG_LINE.match(each.text))]
+    for i, (at_s, match) in enumerate(matches[: LOG_LINES - 3]):
         text = f"{match[1]} {match[2]}"
         shown = text if len(text) <= COLUMNS else text[: COLUMNS - 1] + "…"
         yield Piece(shown_at(at_s), first + 2 + i, 0, shown, "dim")

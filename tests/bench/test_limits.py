@@ -157,7 +157,7 @@ def test_targets_are_judged_by_shape() -> None:
     assert by_key["int8 1"].is_met(1.0, "135m") is None
 
 
-def test_the_table_says_what_was_met() -> None:
+def test_the_table_shows_the_targets_met() -> None:
     spread = Spread(0.8, 0.7, 0.9, 5)
     figures = [Figure("decode 1", spread, "80 of 100"), Figure("else", Spread(2, 2, 2, 1), "detail")]
     rows = report.format_targets(figures, {"router": "no such thing"}, "135m").splitlines()[2:]

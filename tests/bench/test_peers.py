@@ -102,7 +102,7 @@ def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
         environments.run(failing, tmp_path / "log")
 
 
-def test_peers_are_told_beside_ours() -> None:
+def test_peers_are_reported_beside_ours() -> None:
     rates = {"ours": 150.0, "openvino": 100.0, "transformers": 300.0}
     samples = [
         Sample("decode 1", name, number, 0.1, 1.0, rate, (Rates(32e9, 2e11), Rates(30e9, 1e11)))
@@ -269,9 +269,9 @@ def test_the_router_is_timed_by_itself(
     short = {"SIZES": (2, 8), "ENGINE_SIZES": (4,), "WARM_STEPS": 2, "STEPS": 4, "NEW_TOKENS": 9}
     for name, value in short.items():
         monkeypatch.setattr(router_step, name, value)
-    found = router_step.run(Namespace(rounds=3), model)
-    assert list(found["figures"]) == ["router", "router growth", "engine process 4"]
-    assert all(len(figure["values"]) == 3 for figure in found["figures"].values())
-    assert all(0 < each[size] < 0.1 for each in found["rounds"] for size in (2, 8))
-    assert all(0 < each[4] < 0.1 for each in found["engine rounds"])
+    result = router_step.run(Namespace(rounds=3), model)
+    assert list(result["figures"]) == ["router", "router growth", "engine process 4"]
+    assert all(len(figure["values"]) == 3 for figure in result["figures"].values())
+    assert all(0 < each[size] < 0.1 for each in result["rounds"] for size in (2, 8))
+    assert all(0 < each[4] < 0.1 for each in result["engine rounds"])
     assert capsys.readouterr().err.startswith("router's step: ")

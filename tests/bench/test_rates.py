@@ -27,17 +27,17 @@ def make_sample(case: str, contender: str, rate: float, machine: Rates = MACHINE
 
 
 def find(samples: list[Sample]) -> dict[str, float]:
-    found = rates.find_figures(samples, SHAPE, options.parse_options(["--shape", "500m"]))
-    assert len({figure.key for figure in found}) == len(found)
-    return {figure.key: figure.spread.median for figure in found}
+    figures = rates.find_figures(samples, SHAPE, options.parse_options(["--shape", "500m"]))
+    assert len({figure.key for figure in figures}) == len(figures)
+    return {figure.key: figure.spread.median for figure in figures}
 
 
 def test_other_ways_to_compute_are_compared_with_each_other() -> None:
     decoded = {"ours": 100.0, "ours int8": 180.0, "ours int4": 240.0, "ours w4a8": 270.0}
     samples = [make_sample("decode 1", name, rate) for name, rate in decoded.items()]
-    found = find(samples)
-    found.pop("decode 1")
-    assert found == {
+    figures = find(samples)
+    figures.pop("decode 1")
+    assert figures == {
         "int8 1": 1.8,
         "int4 1": 2.4,
         "int4 to int8 1": pytest.approx(4 / 3),
@@ -50,8 +50,8 @@ def test_other_ways_to_compute_are_compared_with_each_other() -> None:
 
 def test_a_narrow_cache_is_compared_at_the_long_context() -> None:
     case = "decode 32 at 1024"
-    found = find([make_sample(case, "ours", 100.0), make_sample(case, "ours fp8 cache", 130.0)])
-    assert found == {"fp8-cache at 1024": 1.3}
+    figures = find([make_sample(case, "ours", 100.0), make_sample(case, "ours fp8 cache", 130.0)])
+    assert figures == {"fp8-cache at 1024": 1.3}
 
 
 def test_a_prompt_is_measured_by_the_instructions_that_compute_it() -> None:
@@ -97,7 +97,7 @@ def make_matches(only: str, *names: str) -> dict[str, list[str]]:
     return {case.name: [contender.name for contender in contenders] for case, contenders in matches}
 
 
-def test_only_what_the_sections_need_is_measured() -> None:
+def test_only_required_contenders_are_measured() -> None:
     assert make_matches("fp8-cache", "ours fp8 cache") == {"decode 32 at 1024": ["ours", "ours fp8 cache"]}
     assert make_matches("int4", "ours int8", "ours int4") == {
         "decode 8": ["ours", "ours int8", "ours int4"],
@@ -107,17 +107,17 @@ def test_only_what_the_sections_need_is_measured() -> None:
     assert make_matches("context") == {"decode 32 at 128": ["ours"], "decode 32 at 1024": ["ours"]}
 
 
-def test_sections_want_what_they_compare_with() -> None:
-    wanted = {variant.name: found for variant, found in variants.find_wanted(["int4", "bfloat16"]).items()}
+def test_sections_include_their_comparisons() -> None:
+    wanted = {each.name: formats for each, formats in variants.find_wanted(["int4", "bfloat16"]).items()}
     assert wanted == {"ours int8": ["int4"], "ours bfloat16": ["bfloat16"], "ours int4": ["int4"]}
 
 
 def test_every_target_has_a_figure_of_its_key() -> None:
     cases = ["decode 1", "decode 8", "decode 32", "prefill 512", "decode 32 at 1024"]
     names = ["ours", *(variant.name for variant in variants.VARIANTS)]
-    found = find([make_sample(case, name, 100.0) for case in cases for name in names])
+    figures = find([make_sample(case, name, 100.0) for case in cases for name in names])
     wanted = {target.key for target in targets.TARGETS if target.section in variants.SECTIONS}
-    assert wanted <= found.keys()
+    assert wanted <= figures.keys()
 
 
 @pytest.mark.parametrize("instruction", [PAIRS, QUADS], ids=["pairs", "quads"])

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=128)
 
 
-def test_the_store_is_what_peft_writes(tmp_path: Path) -> None:
+def test_the_store_equals_files_written_by_peft(tmp_path: Path) -> None:
     shapes.write_checkpoint(TINY, tmp_path)
     [prompt], [adapter] = ensure_store(TINY, tmp_path / "store", 1, 5, 1, 3)
     base = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

@@ -25,15 +25,15 @@ LEFT_OUT = {"torch", "grpc", "asyncio", "numpy", "transformers"}
 
 def probe(*flags: str, code: str = START, **env: str) -> tuple[int, str]:
     """Return the exit status and the output."""
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, *flags],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert not found.stdout
-    return found.returncode, found.stderr
+    assert not completed.stdout
+    return completed.returncode, completed.stderr
 
 
 def answer(status: str, text: str = "") -> bytes:
@@ -88,14 +88,14 @@ def server(
         ([], "/health", b"", 1, "Remote end closed connection without response"),
     ],
 )
-def test_what_it_says(flags: list[str], path: str, sent: bytes, code: int, said: str) -> None:
+def test_output_and_exit_code(flags: list[str], path: str, sent: bytes, code: int, said: str) -> None:
     with server(sent) as (port, asked):
-        found = probe(*flags, PORT=str(port))
-    assert found == (code, f"http://127.0.0.1:{port}{path}: {said}\n")
+        result = probe(*flags, PORT=str(port))
+    assert result == (code, f"http://127.0.0.1:{port}{path}: {said}\n")
     assert asked[0].startswith(f"GET {path} HTTP/1.1\r\n".encode())
 
 
-def test_nobody_is_there() -> None:
+def test_no_service_is_listening() -> None:
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
         code, said = probe("--port", str(unheard.getsockname()[1]))
@@ -117,8 +117,8 @@ def test_the_certificate_need_not_name_this_host() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("inference-server.team.svc").configure_cert(context)
     with server(answer("200 OK"), tls=context) as (port, _):
-        found = probe(PORT=str(port), HTTP_TLS="true")
-    assert found == (0, f"https://127.0.0.1:{port}/health: 200 OK\n")
+        result = probe(PORT=str(port), HTTP_TLS="true")
+    assert result == (0, f"https://127.0.0.1:{port}/health: 200 OK\n")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_usage_errors_are_one_line_too(flags: list[str], env: dict[str, str], sa
     assert said in text
 
 
-def test_it_reads_what_the_service_reads() -> None:
+def test_it_reads_the_same_options_as_the_service() -> None:
     ours = {f.name: (env_of(f), f.default) for f, _, _ in declared(ProbeConfig) if env_of(f)}
     theirs = {f.name: (env_of(f), f.default) for f, _, _ in declared(PortOptions)}
     assert len(ours) == 3

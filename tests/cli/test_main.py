@@ -374,9 +374,9 @@ def test_numbers_without_bounds_are_refused() -> None:
         if name in ("block_size", "max_batch_size", "keepalive_time"):
             results[10**30] = start(**{name.upper(): str(10**30)})
         for number, result in results.items():
-            found = re.fullmatch(expected, result.stderr)
-            assert found, result.stderr
-            assert (result.exit_code, float(found[1])) == (2, float(number))
+            match = re.fullmatch(expected, result.stderr)
+            assert match, result.stderr
+            assert (result.exit_code, float(match[1])) == (2, float(number))
     assert not read
     at_limit = {name: limit for name, limit in limits.items() if name not in ("node_rank", "http_api_port")}
     at_limit |= {"master_port": 65_534, "grpc_port": 1}
@@ -460,14 +460,14 @@ def test_methods_that_are_served(method: str) -> None:
 @pytest.mark.parametrize(
     "method", "exl2 gguf aqlm hqq nvfp4 mxfp4 marlin_24 sparse llm-awq squeezellm gptq_marlin GPTQ".split()
 )
-def test_every_method_of_others_is_told_what_to_do_instead(reads: str, method: str) -> None:
+def test_quantization_methods_of_other_servers_are_refused_with_advice(reads: str, method: str) -> None:
     advice = "Serve a GPTQ, AWQ, compressed-tensors, fp8 or bitsandbytes checkpoint of the model, or the "
-    for found in (
+    for message in (
         refusal(["--quantize", method], code=2, reads=reads),
         refusal([], {"QUANTIZE": method}, code=2, reads=reads),
     ):
-        assert f"'{method}' is not one of 'int8'" in found
-        assert advice in found
+        assert f"'{method}' is not one of 'int8'" in message
+        assert advice in message
 
 
 @pytest.mark.parametrize(
@@ -516,9 +516,9 @@ def test_one_shard_as_the_original_was_started(tmp_path: Path) -> None:
     nothing = start([])
     assert nothing.exit_code == 2
     assert "--model-path" in nothing.stderr
-    found = start([str(tmp_path)])  # continues to the model, which does not exist
-    assert f"{tmp_path}" in found.stderr or "model" in found.stderr
-    assert found.exit_code == 1
+    result = start([str(tmp_path)])  # continues to the model, which does not exist
+    assert f"{tmp_path}" in result.stderr or "model" in result.stderr
+    assert result.exit_code == 1
 
 
 def test_commands_that_only_talk_import_no_torch() -> None:

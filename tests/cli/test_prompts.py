@@ -97,7 +97,7 @@ def test_a_prompt(model: Path, tmp_path: Path) -> None:
     assert lines(prompt / "any name.pt") == told
 
 
-def test_what_peft_wrote(model: Path, tmp_path: Path) -> None:
+def test_prompts_written_by_peft(model: Path, tmp_path: Path) -> None:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     base = AutoModelForCausalLM.from_pretrained(model)
     get_peft_model(base, config).save_pretrained(tmp_path)
@@ -211,7 +211,7 @@ def test_a_bad_prompt(model: Path, tmp_path: Path) -> None:
     assert refusal(prompt) == f"{prompt}: Invalid prefix embedding tensor"
 
 
-def test_what_a_deployment_allows(model: Path, tmp_path: Path) -> None:
+def test_limits_of_a_deployment(model: Path, tmp_path: Path) -> None:
     prompt, fits = write_prompt(tmp_path / "prompt", rows=8), ("--model", str(model))
     assert refusal(prompt, *fits, env={"MAX_PROMPT_PREFIX_LENGTH": "7"}).endswith("length of 8")
     assert check(prompt, *fits, env={"MAX_PROMPT_PREFIX_LENGTH": "8"}).exit_code == 0
@@ -221,7 +221,7 @@ def test_what_a_deployment_allows(model: Path, tmp_path: Path) -> None:
     assert lines(long, *flags, "--dtype", "bfloat16")
 
 
-def test_what_is_not_there(model: Path, tmp_path: Path) -> None:
+def test_missing_files(model: Path, tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"{tmp_path} contains no soft prompt and no adapter"
     for flags in ((), ("--model", str(model))):
         none = tmp_path / "none"

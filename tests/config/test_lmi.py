@@ -174,7 +174,7 @@ def test_meanings(line: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", WITHOUT_EFFECT)
-def test_what_has_no_effect_is_one_line_of_warning(line: str, tmp_path: Path) -> None:
+def test_options_without_effect_get_one_warning(line: str, tmp_path: Path) -> None:
     config, result = given(tmp_path, line, {"HF_MODEL_ID": "/m"})
     assert changes(config) == PLAIN
     [warning] = [one for one in result.stderr.splitlines() if " WARNING " in one]
@@ -182,7 +182,7 @@ def test_what_has_no_effect_is_one_line_of_warning(line: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_is_refused_is_named_with_its_place(line: str, tmp_path: Path) -> None:
+def test_refused_options_are_named_with_their_source(line: str, tmp_path: Path) -> None:
     text = refusal([*COMPAT, *file_with(tmp_path, f"# first\n{line}\n")], {**ENV, "HF_MODEL_ID": "/m"})
     assert text.startswith(f"{line.partition('=')[0]} in serving.properties:2: ")
 
@@ -222,18 +222,18 @@ def test_the_order_of_sources(tmp_path: Path) -> None:
     }
     flags = ["--model-name", "/flag", "--max-batch-size", "2", "--max-concurrent-requests", "99"]
 
-    def found(text: str, env: dict[str, str], *arguments: str) -> tuple[str, int, int]:
+    def read_sources(text: str, env: dict[str, str], *arguments: str) -> tuple[str, int, int]:
         config, _ = given(tmp_path, text, env, *arguments)
         return config.model_name, config.max_batch_size, config.max_concurrent_requests
 
-    assert found(text, env, *flags) == ("/flag", 2, 99)
-    assert found(text, env) == ("/own-variable", 3, 3 + 5)
+    assert read_sources(text, env, *flags) == ("/flag", 2, 99)
+    assert read_sources(text, env) == ("/own-variable", 3, 3 + 5)
     del env["MODEL_NAME"]
-    assert found(text, env) == ("/file", 3, 3 + 5)
-    assert found("", env) == ("/variable", 4, 4 + 6)
+    assert read_sources(text, env) == ("/file", 3, 3 + 5)
+    assert read_sources("", env) == ("/variable", 4, 4 + 6)
     simple = {name: env[name] for name in ("HF_MODEL_ID", "MAX_BATCH_SIZE", "MAX_CONCURRENT_REQUESTS")}
-    assert found("", simple) == ("/simple", 7, 7 + 8)
-    assert found("", {"HF_MODEL_ID": "/m"}) == ("/m", 256, 256 + 1000)
+    assert read_sources("", simple) == ("/simple", 7, 7 + 8)
+    assert read_sources("", {"HF_MODEL_ID": "/m"}) == ("/m", 256, 256 + 1000)
 
 
 def test_simple_names(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_files_are_found(tmp_path: Path) -> None:
     assert run(LauncherConfig, [*COMPAT, *file], ENV, "launcher")[0].model_name == str(tmp_path)
 
 
-def test_what_is_missing_or_broken(tmp_path: Path) -> None:
+def test_missing_or_broken_properties_files(tmp_path: Path) -> None:
     assert "--compat lmi has no default model" in refusal(COMPAT, ENV, code=2)
     text = refusal([*COMPAT, "--properties", str(tmp_path / "none")], ENV)
     assert text == f"{tmp_path}/none: the properties file cannot be read: No such file or directory"
@@ -363,7 +363,7 @@ def test_secrets_are_hidden(tmp_path: Path) -> None:
     assert "option.max_tokens=99" in result.stderr
 
 
-def test_the_report_says_what_each_name_became(tmp_path: Path) -> None:
+def test_the_report_lists_the_option_of_each_name(tmp_path: Path) -> None:
     text = """\
 engine=Python
 option.model_id=s3://bucket/model
@@ -378,11 +378,11 @@ option.hf_token=s3cret
     result = CliRunner().invoke(command, [*COMPAT, *file_with(tmp_path, text)], env=env)
     lines = result.stdout.splitlines()
     assert result.exit_code == 0
-    found = {}
+    outcomes = {}
     for line in lines[lines.index("properties:") + 1 :]:
         given, outcome = line.split("): ", 1)
-        found[given + ")"] = outcome
-    assert [*found] == [
+        outcomes[given + ")"] = outcome
+    assert [*outcomes] == [
         "  engine=Python (serving.properties:1)",
         "  option.model_id=s3://bucket/model (serving.properties:2)",
         "  option.max_model_len=4096 (serving.properties:3)",
@@ -404,7 +404,7 @@ option.hf_token=s3cret
         *("used as HF_TOKEN (hidden)", "overridden by option.quantize in serving.properties:5"),
         *("overridden by option.model_id in serving.properties:2", "used as --num-shard 2"),
     )
-    for outcome, start in zip(found.values(), starts, strict=True):
+    for outcome, start in zip(outcomes.values(), starts, strict=True):
         assert outcome.startswith(start)
     assert "  max_sequence_length: 4096 (option.max_model_len in serving.properties:3)" in lines
     assert "s3cret" not in result.output

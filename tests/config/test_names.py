@@ -99,7 +99,7 @@ def test_a_variable_without_effect_is_one_line_of_warning(variable: str) -> None
         assert f"{variable} has no effect: " in lines[0]
 
 
-def test_what_is_not_given_is_not_warned_about() -> None:
+def test_unset_options_cause_no_warning() -> None:
     for config_type, reads in (
         (LauncherConfig, "launcher"),
         (RouterConfig, "router"),
@@ -187,6 +187,6 @@ def test_sizes_of_graphs() -> None:
         config, _ = run(LauncherConfig, ["--cuda-graphs", *given] if given else [], {}, "launcher")
         assert parse_graph_sizes(config.cuda_graphs) == sizes
     for text in ("all", "1,,2", "-1", "1.5", "²"):
-        found = refusal([f"--cuda-graphs={text}"])
-        assert found == f"--cuda-graphs: {text!r} is neither 0 nor a list of numbers of rows, such as 1,2,4,8"
+        error = refusal([f"--cuda-graphs={text}"])
+        assert error == f"--cuda-graphs: {text!r} is neither 0 nor a list of numbers of rows, such as 1,2,4,8"
     assert "CUDA_GRAPHS: 'all'" in refusal([], {"CUDA_GRAPHS": "all"})

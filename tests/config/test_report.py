@@ -117,9 +117,9 @@ def test_kernels_are_checked_in_a_process_of_their_own(
 ) -> None:
     monkeypatch.setattr(report, "KERNEL_CHECK", [sys.executable, "-c", code])
     monkeypatch.setattr(report, "KERNEL_CHECK_TIMEOUT_S", 2.0)
-    found = report.describe({}).splitlines()
-    begin = found.index("kernels:") + 1
-    assert found[begin : begin + len(lines)] == [f"  {line}" for line in lines]
+    report_lines = report.describe({}).splitlines()
+    begin = report_lines.index("kernels:") + 1
+    assert report_lines[begin : begin + len(lines)] == [f"  {line}" for line in lines]
 
 
 @pytest.mark.usefixtures("_gpu")

@@ -122,7 +122,7 @@ def test_it_is_the_whole_manual() -> None:
 
 
 @pytest.mark.parametrize("flag", [*FLAGS, *OF_ITS_ROUTER])
-def test_what_a_flag_becomes(flag: str, plain: LauncherConfig) -> None:
+def test_each_flag_sets_its_option(flag: str, plain: LauncherConfig) -> None:
     outcome = {**FLAGS, **OF_ITS_ROUTER}[flag][1]
     if outcome == REFUSED:
         assert refusal([*COMPLETE, *arguments_of(flag)]).startswith(f"--{flag}: ")
@@ -173,7 +173,7 @@ def test_shared_names_need_no_compat(flag: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_what_is_not_given_has_its_value(name: str, plain: LauncherConfig) -> None:
+def test_unset_options_have_their_defaults(name: str, plain: LauncherConfig) -> None:
     assert getattr(plain, name) == DEFAULTS[name]
 
 

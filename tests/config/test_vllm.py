@@ -168,7 +168,7 @@ def test_variables(env: dict[str, str], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("flag", WITHOUT_EFFECT)
-def test_what_has_no_effect_is_one_line_of_warning(flag: str, plain: LauncherConfig) -> None:
+def test_options_without_effect_get_one_warning(flag: str, plain: LauncherConfig) -> None:
     config, result = run(LauncherConfig, [*COMPLETE, f"--{flag}"], reads="launcher")
     assert result.exit_code == 0, result.output
     assert config == plain
@@ -178,7 +178,7 @@ def test_what_has_no_effect_is_one_line_of_warning(flag: str, plain: LauncherCon
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_what_is_refused_is_named(flag: str) -> None:
+def test_refused_options_are_named(flag: str) -> None:
     assert refusal([*COMPAT, f"--{flag}"]).startswith(f"--{flag.partition('=')[0]}: ")
 
 

@@ -25,10 +25,10 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Create prompts by PEFT's type of task."""
-    found = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
-    write_llama(found["CAUSAL_LM"])
-    write_model(found["SEQ_2_SEQ_LM"], CASES["t5"]())
-    return found
+    directories = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    write_llama(directories["CAUSAL_LM"])
+    write_model(directories["SEQ_2_SEQ_LM"], CASES["t5"]())
+    return directories
 
 
 def convert(source: Path, target: Path, *flags: str) -> Result:
@@ -60,12 +60,12 @@ def read_parts(directory: Path) -> dict[str, Tensor]:
     return {path.stem: torch.load(path, weights_only=True) for path in directory.glob("*.pt")}
 
 
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert set(found) == set(expected)
+def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert set(actual) == set(expected)
     for name, tensor in expected.items():
-        assert type(found[name]) is Tensor
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
+        assert type(actual[name]) is Tensor
+        assert actual[name].dtype == tensor.dtype
+        assert torch.equal(actual[name], tensor)
 
 
 def draw(rows: int, dtype: torch.dtype = torch.float32, width: int = 32) -> Tensor:
@@ -81,7 +81,7 @@ def draw(rows: int, dtype: torch.dtype = torch.float32, width: int = 32) -> Tens
         ("SEQ_2_SEQ_LM", 1, [], ["encoder"]),
     ],
 )
-def test_what_peft_wrote(
+def test_prompts_written_by_peft(
     models: Mapping[str, Path],
     tmp_path: Path,
     kind: str,
@@ -110,7 +110,7 @@ def test_what_peft_wrote(
     ("kind", "names"),
     [("CAUSAL_LM", ["decoder"]), ("SEQ_2_SEQ_LM", ["encoder"]), ("SEQ_2_SEQ_LM", ["encoder", "decoder"])],
 )
-def test_peft_takes_what_we_write(
+def test_peft_loads_written_prompts(
     models: Mapping[str, Path], tmp_path: Path, kind: str, names: list[str]
 ) -> None:
     parts = {name: draw(4) + len(name) for name in names}
@@ -131,12 +131,12 @@ def assert_answers_as(base: Any, tuned: Any, kind: str, parts: Mapping[str, Tens
     with torch.inference_mode():
         inputs = {name: torch.cat([parts.get(name, draw(0)), embed(ids[name])[0]])[None] for name in ids}
         if kind == "CAUSAL_LM":
-            found = tuned(input_ids=ids["decoder"]).logits
+            actual = tuned(input_ids=ids["decoder"]).logits
             expected = base(inputs_embeds=inputs["decoder"]).logits
         else:
-            found = tuned(input_ids=ids["encoder"], decoder_input_ids=ids["decoder"]).logits
+            actual = tuned(input_ids=ids["encoder"], decoder_input_ids=ids["decoder"]).logits
             expected = base(inputs_embeds=inputs["encoder"], decoder_inputs_embeds=inputs["decoder"]).logits
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -169,7 +169,7 @@ def test_a_prompt_that_is_there_is_replaced_only_when_asked(tmp_path: Path) -> N
     assert_same(read_parts(target), {"decoder": draw(4)})
 
 
-def test_what_cannot_be_said_the_other_way(tmp_path: Path) -> None:
+def test_prompts_that_cannot_be_converted_back(tmp_path: Path) -> None:
     uneven = write_parts(tmp_path / "uneven", encoder=draw(4), decoder=draw(6))
     target = tmp_path / "target"
     shapes = "[4, 32] float32 and [6, 32] float32"
@@ -200,7 +200,7 @@ def test_a_configuration_that_its_tensor_denies(tmp_path: Path, changed: dict[st
     assert CONFIG in refusal(tmp_path / "b", tmp_path / "c")
 
 
-def test_what_is_no_prompt_is_refused(tmp_path: Path) -> None:
+def test_files_without_a_prompt_are_refused(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     nothing.mkdir()
     target = tmp_path / "target"

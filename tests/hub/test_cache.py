@@ -54,7 +54,7 @@ def test_the_cache_goes_before_a_directory(tmp_path: Path, monkeypatch: pytest.M
     assert cache.find_model("org/model", None, tmp_path / "cache") == main
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=UNRESOLVED + "Model nobody/nothing not found$"):
         cache.find_model("nobody/nothing", None, tmp_path)
     with pytest.raises(ModelNotFoundError, match=UNRESOLVED + r".* has no config\.json$"):

@@ -215,7 +215,7 @@ def test_progress_is_logged(hub: Hub, download: Download, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("rest", [b"", b"and more"])
-def test_what_another_process_has_left(hub: Hub, entry: Path, download: Download, rest: bytes) -> None:
+def test_leftovers_of_another_process(hub: Hub, entry: Path, download: Download, rest: bytes) -> None:
     part = entry / "blobs" / f"{hashlib.sha256(SMALL).hexdigest()}.incomplete"
     part.parent.mkdir(parents=True)
     part.write_bytes(SMALL + rest)
@@ -228,8 +228,8 @@ def test_what_another_process_has_left(hub: Hub, entry: Path, download: Download
 def wait_for(find: Callable[[], list[Path]]) -> list[Path]:
     pause = threading.Event()
     for _ in range(500):
-        if found := find():
-            return found
+        if value := find():
+            return value
         pause.wait(0.02)
     raise AssertionError("it has not happened")
 
@@ -257,7 +257,7 @@ def test_another_try_where_the_hub_recovers(hub: Hub, entry: Path, download: Dow
         ),
     ],
 )
-def test_a_file_that_is_not_what_it_should_be(
+def test_damaged_downloads_are_refused(
     hub: Hub, entry: Path, download: Download, name: str, fault: hub_server.Fault, text: str
 ) -> None:
     hub.repos["org/m"].files["config.json"] = b'{"a": 1}'
@@ -384,7 +384,7 @@ def test_pickles_are_converted_where_the_hub_has_nothing_else(hub: Hub, entry: P
     assert result.stdout.splitlines()[0] == f"{directory} is a directory, nothing is downloaded"
 
 
-def test_what_a_tokenizer_is_made_of_comes_along(hub: Hub, entry: Path, tmp_path: Path) -> None:
+def test_tokenizer_files_are_downloaded_too(hub: Hub, entry: Path, tmp_path: Path) -> None:
     write_gpt2(tmp_path)
     made_of = {name: (tmp_path / name).read_bytes() for name in ("config.json", "vocab.json", "merges.txt")}
     hub.repos["org/m"].files = made_of | {"model.safetensors": SMALL, "notes.txt": b"no"}

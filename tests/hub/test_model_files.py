@@ -112,13 +112,13 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, fault: str) -> N
         model_files.read_json(tmp_path, "config.json")
 
 
-def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
+def test_fingerprints_differ_between_models(tmp_path: Path) -> None:
     """The fingerprint depends on settings and sizes of weights, and on no other files."""
-    found = []
+    fingerprints = []
     for size, settings in ((2, {"a": 1}), (2, {"a": 2}), (3, {"a": 1}), (2, {"a": 1})):
         write(tmp_path / "config.json", settings)
         (tmp_path / "model.safetensors").write_bytes(bytes(size))
-        (tmp_path / "README.md").write_text(f"{len(found)}")
-        found.append(model_files.fingerprint(tmp_path))
-    assert found[0] == found[3]
-    assert len(set(found)) == 3
+        (tmp_path / "README.md").write_text(f"{len(fingerprints)}")
+        fingerprints.append(model_files.fingerprint(tmp_path))
+    assert fingerprints[0] == fingerprints[3]
+    assert len(set(fingerprints)) == 3

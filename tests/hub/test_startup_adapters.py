@@ -74,7 +74,7 @@ def test_adapters_in_the_hub_cache(tmp_path: Path, refs: str | None, entry: str)
     assert "is not in the hub cache" in refusal("org/b", tmp_path)
 
 
-def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
+def test_directories_without_an_adapter_are_refused(tmp_path: Path) -> None:
     good = write_adapter(tmp_path / "good")
     tuned = write_adapter(tmp_path / "tuned", peft_type="PROMPT_TUNING")
     torn = write_adapter(tmp_path / "torn")
@@ -134,7 +134,7 @@ def test_a_shard_refuses_before_anything_is_loaded(tmp_path: Path) -> None:
     assert "error: max_prompt_prefix_length (64) must be at most 63" in result.stderr
 
 
-def test_numbers_that_are_none() -> None:
+def test_invalid_numbers() -> None:
     for name in ("MAX_PROMPT_PREFIX_LENGTH", "PROMPT_CACHE_SIZE_MB", "ADAPTER_CACHE_SIZE_MB"):
         for text in ("many", "0", "-1", "1.5"):
             config, result = run(LauncherConfig, [], {name: text}, "launcher")

@@ -274,7 +274,7 @@ def test_a_model_in_a_cache_of_any_name(config: LauncherConfig, tmp_path: Path) 
     assert served_name("org/m", make_plan(replace(named, transformers_cache=cache)).model_path) == "org/m"
 
 
-def test_a_path_s_folders_are_not_told_to_clients(
+def test_folders_of_a_path_are_not_shown_to_clients(
     config: LauncherConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -79,13 +79,13 @@ def strings(pid: int, name: str) -> list[str]:
 
 
 def test_children_get_flags_and_not_the_variables(service: Service) -> None:
-    found = commands(service)
-    assert (len(found["serve"]), len(found["router"])) == (2, 1)
-    [router] = found["router"]
+    by_command = commands(service)
+    assert (len(by_command["serve"]), len(by_command["router"])) == (2, 1)
+    [router] = by_command["router"]
     assert router[router.index("--max-concurrent-requests") + 1] == "64"
     assert router[router.index("--max-sequence-length") + 1] == "512"
     assert "--otlp-service-name" not in router
-    for shard in found["serve"]:
+    for shard in by_command["serve"]:
         assert shard[shard.index("--prefix-store-path") + 1] == f"{Path.cwd()}/prompts/of ours"
     for pids in children_of(service.process.pid).values():
         for pid in pids:
@@ -100,7 +100,7 @@ def test_children_get_flags_and_not_the_variables(service: Service) -> None:
             assert {"PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES"} <= names
 
 
-def test_what_has_no_effect_is_said_once(service: Service) -> None:
+def test_options_without_effect_are_logged_once(service: Service) -> None:
     for name in ("MAX_WAITING_TOKENS", "ESTIMATE_MEMORY"):
         assert sum(f"{name} has no effect" in line for line in service.lines) == 1, service.output
 

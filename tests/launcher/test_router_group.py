@@ -199,7 +199,7 @@ async def test_losses_while_draining() -> None:
         assert happened()[-1] == (ENGINE, "ends")
 
 
-async def test_all_are_told_that_the_shards_are_given_up() -> None:
+async def test_all_routers_are_notified_of_given_up_shards() -> None:
     async with running() as group:
         for name in (ENGINE, *WORKERS):
             await until_starts(name, 1)

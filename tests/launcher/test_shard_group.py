@@ -91,7 +91,7 @@ async def test_three_kills_before_the_first_readiness_are_borne() -> None:
     assert victim.num_starts == 4
 
 
-async def test_who_says_why_is_not_asked_again() -> None:
+async def test_a_rank_that_reported_its_cause_is_not_asked_again() -> None:
     for script in ((REFUSED,), (KILLED, REFUSED)):
         shards = Node(*script)
         assert await run(shards) == "refused"
@@ -149,7 +149,7 @@ async def after(seconds: float, end: End) -> End:
         ([(0.0, REFUSED)], REFUSED),
     ],
 )
-async def test_a_kill_is_the_reason_of_what_a_rank_says(ends: list[tuple[float, End]], expected: End) -> None:
+async def test_a_killed_rank_is_the_reported_cause(ends: list[tuple[float, End]], expected: End) -> None:
     assert await first_end(after(*end) for end in ends) is expected
     with pytest.raises(ShardEndedError, match=expected.text):
         await run_unless_ended(asyncio.Event().wait(), first_end(after(*end) for end in ends))

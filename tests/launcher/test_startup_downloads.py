@@ -188,9 +188,9 @@ def test_tokenizers_and_adapters(hub: Hub, tmp_path: Path) -> None:
     hub.repos["org/t"] = Repo({"tokenizer.json": b"{}", "model.safetensors": b"a", "config.json": b"{}"})
     config = config_of(hub, tmp_path, model_name=".", lora_adapters="x=/x,org/a@v2", tokenizer_name="org/t")
     download(config)
-    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/snapshots/*/*")}
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/snapshots/*/*")}
     folder = f"snapshots/{hub.repos['org/a'].commit}"
-    assert found == {
+    assert files == {
         f"models--org--a/{folder}/adapter_config.json",
         f"models--org--a/{folder}/adapter_model.safetensors",
         f"models--org--t/{folder}/tokenizer.json",

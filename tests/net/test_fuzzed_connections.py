@@ -63,8 +63,8 @@ async def test_any_bytes_get_an_answer_or_an_end(count: int, caplog: pytest.LogC
         steady = asyncio.create_task(ask_steadily(port, stop))
         for _ in range(0, count, TOGETHER):
             sent = [send(port, http_fuzz.connection(r), r) for _ in range(TOGETHER)]
-            for found in await asyncio.gather(*sent):
-                statuses.update(found)
+            for answered in await asyncio.gather(*sent):
+                statuses.update(answered)
         stop.set()
         assert await steady > 10
     assert {200, 400, 404} <= statuses

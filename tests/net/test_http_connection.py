@@ -255,9 +255,7 @@ async def test_requests_that_arrive_slowly_give_way(monkeypatch: pytest.MonkeyPa
     "text",
     [b"nonsense\r\n\r\n", b"GET http://a HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"],
 )
-async def test_what_is_not_http_gets_400_and_no_line_in_the_log(
-    text: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_invalid_http_gets_400_and_no_log_line(text: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         async with serving() as (_, connect):
             reader, writer = await connect()
@@ -375,7 +373,7 @@ async def test_a_client_that_does_not_read_ends_its_request(caplog: pytest.LogCa
     assert not caplog.records
 
 
-async def test_what_is_written_together_is_sent_together() -> None:
+async def test_joint_writes_share_tcp_segments() -> None:
     """Twenty parts and their frames are one TCP segment, as the client's kernel counts them."""
     async with serving() as (_, connect):
         reader, writer = await connect()

@@ -30,7 +30,7 @@ def kept() -> socket.socket:
 
 @pytest.mark.parametrize("opening", [listen, reserve, reserve_for_sharing])
 @pytest.mark.parametrize("num_listeners", [0, 1, 2])
-def test_nobody_else_opens_a_port_that_is_kept(
+def test_a_reserved_port_cannot_be_opened_by_others(
     kept: socket.socket, opening: Open, num_listeners: int
 ) -> None:
     with ExitStack() as stack:

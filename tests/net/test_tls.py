@@ -97,7 +97,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["TLS", "link"])
-def test_what_cannot_be_read_is_named(
+def test_unreadable_files_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str, name: str
 ) -> None:
     """The error is raised at start-up and logged later; the previous files stay in use."""
@@ -137,7 +137,7 @@ except CertificateError as error:
 
 
 @pytest.mark.parametrize(("file", "what"), [("cert", "cert"), ("key", "key"), ("ca", "client ca cert")])
-def test_what_may_not_be_read_is_named(tmp_path: Path, file: str, what: str) -> None:
+def test_files_without_read_permission_are_named(tmp_path: Path, file: str, what: str) -> None:
     issue(tmp_path)
     tmp_path.chmod(0o755)
     names = [f"{name}.pem" for name in ("cert", "key", "ca")]

@@ -108,9 +108,9 @@ def test_a_flood_passes(parent: list[str], tmp_path: Path, fields: dict[str, str
         for line in run.stderr:
             num_bytes += len(line)
             if fields:
-                found = json.loads(line)
-                assert found["process"] == "flood"
-                assert set(found["message"]) <= {"x", "y"}
+                entry = json.loads(line)
+                assert entry["process"] == "flood"
+                assert set(entry["message"]) <= {"x", "y"}
             else:
                 assert line.startswith(b"Flood: ")
     check(tmp_path / "result")
@@ -118,7 +118,9 @@ def test_a_flood_passes(parent: list[str], tmp_path: Path, fields: dict[str, str
 
 
 @pytest.mark.parametrize("fields", FIELDS)
-def test_nobody_reads_it(parent: list[str], tmp_path: Path, fields: dict[str, str] | None) -> None:
+def test_unread_output_does_not_block(
+    parent: list[str], tmp_path: Path, fields: dict[str, str] | None
+) -> None:
     reader, writer = os.pipe()
     run = subprocess.Popen([*parent, repr(fields)], cwd=tmp_path, stdout=writer, stderr=writer)
     os.close(reader)

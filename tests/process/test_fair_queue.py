@@ -74,7 +74,7 @@ def test_against_the_plain_model(seed: int) -> None:
         queue.pop()
 
 
-def test_one_owner_of_many_items_delays_nobody_by_more_than_one() -> None:
+def test_an_owner_of_many_items_delays_others_by_one_item() -> None:
     queue: FairQueue[str] = FairQueue(100)
     for number in range(9):
         queue.push("many", f"many {number}", 10)
@@ -82,7 +82,7 @@ def test_one_owner_of_many_items_delays_nobody_by_more_than_one() -> None:
     assert [queue.pop() for _ in range(3)] == ["many 0", "one", "many 1"]
 
 
-def test_a_full_queue_drops_what_its_largest_owner_brought_last() -> None:
+def test_a_full_queue_drops_the_newest_item_of_its_largest_owner() -> None:
     queue: FairQueue[str] = FairQueue(100)
     for number in range(10):
         assert queue.push("many", f"many {number}", 10) == []

@@ -42,10 +42,10 @@ def test_counts_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [("auto", True, 2), ("cuda", True, 2), ("cpu", True, 1), ("auto", False, 1)],
 )
 def test_visible_gpus_count(
-    device: str, found: bool, num_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, has_device: bool, num_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(launch_plan, "has_gpus", lambda variable: found and variable == "0,1")
+    monkeypatch.setattr(launch_plan, "has_gpus", lambda variable: has_device and variable == "0,1")
     config = LauncherConfig(model_name=f"{tmp_path}/", device=device, cuda_visible_devices="0,1")
     assert launch_plan.make_plan(config).num_shards == num_shards

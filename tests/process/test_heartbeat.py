@@ -28,7 +28,7 @@ async def hangs(fd: int) -> bool:
     return True
 
 
-async def test_who_beats_does_not_hang() -> None:
+async def test_a_beating_process_is_not_hung() -> None:
     reader, writer = os.pipe()
     beating = Heartbeat(writer, is_excused=lambda: False)
     beating.begin_step(0)  # it may take any time

@@ -38,17 +38,17 @@ def read(line: str) -> dict[str, Any]:
     """Parse as a strict reader of the standard would."""
     assert line.isascii()
     assert "\n" not in line
-    found = json.loads(line, parse_constant=pytest.fail)
-    assert isinstance(found, dict)
-    return found
+    entry = json.loads(line, parse_constant=pytest.fail)
+    assert isinstance(entry, dict)
+    return entry
 
 
 @pytest.mark.parametrize(("line", "level"), FOREIGN)
-def test_a_level_is_read_from_what_libraries_print(line: str, level: str) -> None:
-    found = read(json_lines.to_json(line, FIELDS))
-    assert (found["level"], found["message"], found["logger"]) == (level, line, "output")
-    assert found["timestamp"].endswith("Z")
-    assert {name: found[name] for name in FIELDS} == FIELDS
+def test_a_level_is_read_from_library_output(line: str, level: str) -> None:
+    entry = read(json_lines.to_json(line, FIELDS))
+    assert (entry["level"], entry["message"], entry["logger"]) == (level, line, "output")
+    assert entry["timestamp"].endswith("Z")
+    assert {name: entry[name] for name in FIELDS} == FIELDS
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_a_level_is_read_from_what_libraries_print(line: str, level: str) -> Non
         "y" * (1 << 20),
     ],
 )
-def test_what_is_no_object_becomes_a_message(line: str) -> None:
+def test_lines_that_are_not_objects_become_messages(line: str) -> None:
     assert read(json_lines.to_json(line, FIELDS))["message"] == line
 
 
-def test_what_an_object_said_stays() -> None:
+def test_fields_of_json_objects_are_preserved() -> None:
     own = '{"timestamp": "t", "level": "INFO", "logger": "x", "message": "m", "rank": 7, "é": [1.5, null]}'
     assert read(json_lines.to_json(own, FIELDS)) == json.loads(own) | {"process": "shard", "node": 1}
     assert read(json_lines.to_json(" {} \r", FIELDS)) == FIELDS
@@ -107,8 +107,8 @@ def test_any_object_stays_one(own: dict[str, Any], is_ascii: bool) -> None:
 
 def test_last_words_are_found_in_either_form() -> None:
     line = json_lines.error_line("it does not fit", {"process": "shard", "rank": 1})
-    found = read(line)
-    assert (found["level"], found["message"], found["rank"]) == ("CRITICAL", "error: it does not fit", 1)
+    entry = read(line)
+    assert (entry["level"], entry["message"], entry["rank"]) == ("CRITICAL", "error: it does not fit", 1)
     assert json_lines.error_of(line) == "it does not fit"
     assert json_lines.error_line("it does not fit", None) == "error: it does not fit"
     assert json_lines.error_of("error: it does not fit") == "it does not fit"
@@ -137,7 +137,7 @@ raise RuntimeError("the end\\nin two lines")
 """
 
 
-def test_what_python_itself_prints_is_logged() -> None:
+def test_output_of_python_itself_is_logged() -> None:
     """Warnings, and errors that end a thread, a finalizer, a record or the process: each is one object."""
     result = subprocess.run([sys.executable, "-c", UNLOGGED], capture_output=True, timeout=30, check=False)
     assert (result.returncode, result.stdout) == (1, b"")
@@ -155,9 +155,9 @@ def test_what_python_itself_prints_is_logged() -> None:
 def test_a_long_reason_loses_its_middle(fields: dict[str, str | int] | None) -> None:
     text = "config.json has " + "a" * 1_000_000 + ", which is no number"
     line = json_lines.error_line(text, fields)
-    found = json_lines.error_of(line)
-    assert found is not None
-    assert (found[:16], found[-20:]) == (text[:16], text[-20:])
+    error = json_lines.error_of(line)
+    assert error is not None
+    assert (error[:16], error[-20:]) == (text[:16], text[-20:])
     assert len(line) < 5_000
     whole = "b" * json_lines.MAX_ERROR_CHARS
     assert json_lines.error_of(json_lines.error_line(whole, fields)) == whole

@@ -33,7 +33,7 @@ def test_it_is_ours_alone_and_goes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_run_left_goes_with_the_next_and_what_is_held_stays(tmp_path: Path) -> None:
+def test_the_next_run_removes_only_unlocked_leftovers(tmp_path: Path) -> None:
     foreign = tmp_path / "text-generation-of-nobody"
     foreign.mkdir()
     command = [sys.executable, "-c", HOLD, str(tmp_path)]

@@ -19,7 +19,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
 
 
 @pytest.mark.parametrize("num_callers", [1, 2, 3])
-async def test_who_asks_again_at_once_is_answered(pool: WorkerPool, num_callers: int) -> None:
+async def test_an_immediate_second_call_is_answered(pool: WorkerPool, num_callers: int) -> None:
     """The next request is sent in the iteration of the event loop in which the previous reply arrives."""
 
     async def ask_often(owner: int) -> list[bool]:

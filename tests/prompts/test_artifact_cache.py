@@ -110,7 +110,7 @@ def test_a_directory_of_others_is_not_used(artifacts: ArtifactCache, directory: 
 @pytest.mark.parametrize(
     "digest", ["", "..", "../x", "/etc/passwd", "a" * 63, "A" * 64, "a" * 64 + "\n", OTHER]
 )
-def test_what_is_not_there(digest: str, artifacts: ArtifactCache, directory: Path) -> None:
+def test_missing_digests(digest: str, artifacts: ArtifactCache, directory: Path) -> None:
     for _ in range(2):
         with pytest.raises(MissingArtifactError):
             artifacts.open(digest)
@@ -132,7 +132,7 @@ def test_removes_only_digests(artifacts: ArtifactCache, directory: Path) -> None
     assert (directory.parent / "x").exists()
 
 
-def test_what_is_damaged_is_removed_and_put_again(artifacts: ArtifactCache, directory: Path) -> None:
+def test_damaged_copies_are_removed_and_written_again(artifacts: ArtifactCache, directory: Path) -> None:
     tensors = {"decoder": random_prompt()}
     digest = artifacts.put("prompt", tensors, {})
     file = directory / digest
@@ -147,7 +147,7 @@ def test_what_is_damaged_is_removed_and_put_again(artifacts: ArtifactCache, dire
         assert torch.equal(artifacts.open(digest).tensors["decoder"], tensors["decoder"])
 
 
-def test_what_was_never_ours_is_missing(artifacts: ArtifactCache, directory: Path) -> None:
+def test_digests_never_stored_are_missing(artifacts: ArtifactCache, directory: Path) -> None:
     directory.mkdir(parents=True)
     (directory / "content").write_bytes(b"no safetensors")
     digest = hashlib.sha256(b"no safetensors").hexdigest()
@@ -156,7 +156,7 @@ def test_what_was_never_ours_is_missing(artifacts: ArtifactCache, directory: Pat
         artifacts.open(digest)
 
 
-def test_what_processes_left_goes_when_it_is_old(artifacts: ArtifactCache, directory: Path) -> None:
+def test_old_leftovers_of_processes_are_removed(artifacts: ArtifactCache, directory: Path) -> None:
     with artifacts.temporary_directory() as young:
         old = directory / young.name.replace(young.name[-4:], "last")
         old.mkdir()
@@ -169,7 +169,7 @@ def test_what_processes_left_goes_when_it_is_old(artifacts: ArtifactCache, direc
     assert names(directory) == []
 
 
-def test_copies_that_nobody_came_for_go_when_they_are_old(artifacts: ArtifactCache, directory: Path) -> None:
+def test_old_unclaimed_copies_are_removed(artifacts: ArtifactCache, directory: Path) -> None:
     old, kept, young = (
         artifacts.put("prompt", {"decoder": torch.full((1, 2), float(i))}, {}) for i in range(3)
     )

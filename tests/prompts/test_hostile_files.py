@@ -80,12 +80,12 @@ def test_flipped_bits_never_change_a_number(tmp_path: Path) -> None:
     for at in range(0, len(whole), 7):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         try:
-            found = read_prompt(tmp_path, REQUIRED).decoder
+            prompt = read_prompt(tmp_path, REQUIRED).decoder
         except AdapterError:
             num_refused += 1
         else:
-            assert found is not None
-            assert torch.equal(found, tensor)
+            assert prompt is not None
+            assert torch.equal(prompt, tensor)
     assert num_refused > tensor.nbytes // 7
 
 
@@ -195,7 +195,7 @@ def test_calls_without_a_name(tmp_path: Path) -> None:
     assert "calls an unnamed function" in str(fail(tmp_path).__cause__)
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_paths_that_are_not_regular_files(tmp_path: Path) -> None:
     for content in (b"", b"\x7fELF", b"hello", b"PK\x03\x04" + bytes(100), b"\x80\x04N."):
         (tmp_path / "decoder.pt").write_bytes(content)
         assert str(fail(tmp_path)) == NO_TENSOR

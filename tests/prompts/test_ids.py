@@ -90,7 +90,7 @@ def test_hostile_ids(root: Path, tmp_path: Path, opened: list[str]) -> None:
         assert any(Path(os.path.realpath(file)).is_relative_to(path) for path in mine), file
 
 
-def test_the_hook_sees_what_is_opened(root: Path, tmp_path: Path, opened: list[str]) -> None:
+def test_the_audit_hook_sees_opened_files(root: Path, tmp_path: Path, opened: list[str]) -> None:
     open_store(root, tmp_path).find("prompt", "a")
     assert str(root / "a" / "decoder.pt") in opened
     (root / "link_to_file_out").read_bytes()
@@ -124,7 +124,7 @@ def test_a_root_beside_one_of_a_longer_name(tmp_path: Path) -> None:
         find_directory(tmp_path / "root", "a")
 
 
-def test_what_kubernetes_mounts(tmp_path: Path) -> None:
+def test_kubernetes_volume_links_are_followed(tmp_path: Path) -> None:
     """A linked directory, with links to files in it, is swapped as a whole."""
     root, store = tmp_path / "root", open_store(tmp_path / "root", tmp_path)
     for version, num_tokens in (("..2026_1", 2), ("..2026_2", 3)):
@@ -153,7 +153,7 @@ def test_no_store(root_name: str | None, tmp_path: Path) -> None:
     assert refuse(store, "adapter", "a") == (expected if root_name else none)
 
 
-def test_what_may_not_be_read_is_absent_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_files_without_read_permission_are_absent_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     for error in (PermissionError(errno.EACCES, "no", "a"), FileNotFoundError(errno.ENOENT, "no", "b")):
         with pytest.raises(AdapterNotFoundError), missing_as_not_found():
             raise error

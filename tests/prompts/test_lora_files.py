@@ -42,11 +42,11 @@ def tensors(**changes: Tensor | None) -> dict[str, Tensor]:
     return {root + name: tensor.contiguous() for name, tensor in made.items()}
 
 
-def save(directory: Path, found: dict[str, Any] | None = None, **config: object) -> Path:
+def save(directory: Path, weights: dict[str, Any] | None = None, **config: object) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     known = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, **config}
     (directory / "adapter_config.json").write_text(json.dumps(known))
-    save_file(tensors() if found is None else found, directory / "adapter_model.safetensors")
+    save_file(tensors() if weights is None else weights, directory / "adapter_model.safetensors")
     return directory
 
 
@@ -55,11 +55,11 @@ def read(directory: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_what_is_stored_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_stored_weights_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     stored = {name: tensor.to(dtype) for name, tensor in tensors().items()}
-    found, scales = read(save(tmp_path, stored))
-    assert found.keys() == {f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"}
-    for name, tensor in found.items():
+    weights, scales = read(save(tmp_path, stored))
+    assert weights.keys() == {f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"}
+    for name, tensor in weights.items():
         assert tensor.dtype == dtype
         assert torch.equal(tensor, stored[f"base_model.model.{name}"])
     assert scales == {Q: 1.5}
@@ -71,9 +71,9 @@ def test_pickles_are_read_where_there_is_nothing_else(tmp_path: Path) -> None:
     torch.save({f"base_model.model.{name}": tensor for name, tensor in expected.items()}, tmp_path / "pickle")
     (tmp_path / "adapter_model.safetensors").unlink()
     (tmp_path / "pickle").rename(tmp_path / "adapter_model.bin")
-    found, scales = read(tmp_path)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert (found.keys(), scales) == (expected.keys(), {Q: 1.5})
+    weights, scales = read(tmp_path)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    assert (weights.keys(), scales) == (expected.keys(), {Q: 1.5})
 
 
 def test_names_with_an_adapters_name_and_copies_of_the_models_tables(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_names_with_an_adapters_name_and_copies_of_the_models_tables(tmp_path: P
         "base_model.model.model.embed_tokens.lora_embedding_B": torch.randn(8, 2),
         "base_model.model.model.embed_tokens.weight": torch.randn(9, 8),
     }
-    found, scales = read(save(tmp_path, stored))
-    names = [split_name(name) for name in found]
+    weights, scales = read(save(tmp_path, stored))
+    names = [split_name(name) for name in weights]
     assert sorted(names) == [
         ("lm_head", "base"),
         ("lm_head", "lora_A.weight"),
@@ -259,7 +259,7 @@ def test_configurations_that_are_taken(tmp_path: Path, config: dict[str, object]
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"r":' + b"9" * 9999])
-def test_configurations_that_are_none(tmp_path: Path, text: bytes) -> None:
+def test_invalid_configurations(tmp_path: Path, text: bytes) -> None:
     (save(tmp_path) / "adapter_config.json").write_bytes(text)
     with pytest.raises(AdapterError, match=r"adapter_config.json is not"):
         read(tmp_path)
@@ -320,9 +320,9 @@ def test_more_tensors_than_any_model_has(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_tied_embeddings_are_refused(tmp_path: Path) -> None:
     name = "base_model.model.model.embed_tokens.lora_embedding_"
-    found = {f"{name}A": torch.randn(2, 9), f"{name}B": torch.randn(8, 2)}
+    weights = {f"{name}A": torch.randn(2, 9), f"{name}B": torch.randn(8, 2)}
     with pytest.raises(AdapterError, match="tied"):
-        read(save(tmp_path, found, ensure_weight_tying=True))
+        read(save(tmp_path, weights, ensure_weight_tying=True))
 
 
 def test_too_many_bytes(tmp_path: Path) -> None:
@@ -416,11 +416,11 @@ def fused(up: bool = True, down: bool = True) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kinds", [("up", "down"), ("up",), ("down",)])
 def test_parameters_of_all_experts(tmp_path: Path, kinds: tuple[str, ...]) -> None:
-    found = fused("up" in kinds, "down" in kinds)
+    weights = fused("up" in kinds, "down" in kinds)
     names = {"up": "gate_up_proj", "down": "down_proj"}
     config = {"target_parameters": [f"experts.{names[kind]}" for kind in kinds], "rank_pattern": {}}
     config |= {"alpha_pattern": {r".*\.gate_up_proj": 8}}
-    read_tensors, scales = read(save(tmp_path, found, **config))
+    read_tensors, scales = read(save(tmp_path, weights, **config))
     module = "model.layers.0.mlp.experts"
     assert scales == {f"{module}.{names[kind]}": 4.0 if kind == "up" else 1.5 for kind in kinds}
     widths = {"up": (5, 6), "down": (3, 5)}
@@ -436,6 +436,6 @@ def test_parameters_of_another_rank(tmp_path: Path) -> None:
 
 def test_a_routers_parameter_has_its_own_pattern(tmp_path: Path) -> None:
     root = "base_model.model.model.layers.0.mlp.gate.lora_"
-    found = {f"{root}A.weight": torch.randn(2, 8), f"{root}B.weight": torch.randn(4, 2)}
+    weights = {f"{root}A.weight": torch.randn(2, 8), f"{root}B.weight": torch.randn(4, 2)}
     config = {"target_parameters": ["gate.weight"], "alpha_pattern": {"gate.weight": 10, "gate": 30}}
-    assert read(save(tmp_path, found, **config))[1] == {"model.layers.0.mlp.gate": 5.0}
+    assert read(save(tmp_path, weights, **config))[1] == {"model.layers.0.mlp.gate": 5.0}

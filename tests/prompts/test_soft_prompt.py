@@ -33,8 +33,8 @@ def check(
     encoder: Tensor | None = None,
     required: AdapterRequirements | None = REQUIRED,
 ) -> None:
-    found = read_prompt(directory, required)
-    for tensor, expected in ((found.decoder, decoder), (found.encoder, encoder)):
+    prompt = read_prompt(directory, required)
+    for tensor, expected in ((prompt.decoder, decoder), (prompt.encoder, encoder)):
         if expected is None:
             assert tensor is None
         else:
@@ -73,7 +73,7 @@ def test_reads_any_view(tensor: Tensor, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_safe", [True, False])
-def test_reads_what_peft_writes(is_safe: bool, tmp_path: Path) -> None:
+def test_reads_prompts_written_by_peft(is_safe: bool, tmp_path: Path) -> None:
     from peft import PromptTuningConfig, TaskType, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -195,7 +195,7 @@ CAUSES: list[tuple[object, AdapterRequirements, str]] = [
 
 
 @pytest.mark.parametrize(("content", "required", "text"), CAUSES)
-def test_tells_what_is_wrong(
+def test_errors_name_the_fault(
     content: object, required: AdapterRequirements, text: str, tmp_path: Path
 ) -> None:
     assert fail(save_prompt(tmp_path, content), required) == text

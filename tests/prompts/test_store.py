@@ -46,7 +46,7 @@ def artifacts(tmp_path: Path) -> ArtifactCache:
 
 
 @pytest.fixture
-def found(prompts: Path, artifacts: ArtifactCache) -> AdapterStore:
+def adapter_store(prompts: Path, artifacts: ArtifactCache) -> AdapterStore:
     return AdapterStore(artifacts, REQUIRED, prompts, None, {})
 
 
@@ -145,13 +145,13 @@ def test_finds_an_adapter_in_either_store(tmp_path: Path, prompts: Path, artifac
     )
 
 
-def test_texts_of_what_is_found(prompts: Path, found: AdapterStore) -> None:
+def test_error_texts_of_bad_prompts(prompts: Path, adapter_store: AdapterStore) -> None:
     save_prompt(prompts / "nan", torch.full((2, WIDTH), torch.nan))
-    assert refuse(found, "prompt", "nan") == prompt_text("nan", "Prefix contains non-finite elements")
+    assert refuse(adapter_store, "prompt", "nan") == prompt_text("nan", "Prefix contains non-finite elements")
     save_lora(prompts / "dora")
     save_config(prompts / "dora", peft_type="LORA", use_dora=True)
     for kind, start in (("prompt", "prompt prefix"), ("adapter", "adapter")):
-        text = refuse(found, kind, "dora")  # type: ignore[arg-type]
+        text = refuse(adapter_store, kind, "dora")  # type: ignore[arg-type]
         assert text.startswith(f"can't retrieve {start} with id 'dora': weight-decomposed LoRA (DoRA)")
     for name in ("ia3", "tuning"):
         save_lora(prompts / name)
@@ -162,10 +162,10 @@ def test_texts_of_what_is_found(prompts: Path, found: AdapterStore) -> None:
         ("adapter", "ia3", "IA3"),
         ("adapter", "tuning", "PROMPT_TUNING"),
     ):
-        assert refuse(found, kind, id) == f"adapter type {peft_type} is not currently supported"  # type: ignore[arg-type]
+        assert refuse(adapter_store, kind, id) == f"adapter type {peft_type} is not currently supported"  # type: ignore[arg-type]
 
 
-def test_what_is_too_large(prompts: Path, artifacts: ArtifactCache) -> None:
+def test_too_large_prompts_and_adapters(prompts: Path, artifacts: ArtifactCache) -> None:
     save_prompt(prompts / "a", random_prompt(16))
     save_lora(prompts / "lora", rank=4)
     large = AdapterStore(
@@ -229,32 +229,32 @@ def test_a_change_is_noticed(
     change: Callable[[Path], object],
     is_old: bool,
     prompts: Path,
-    found: AdapterStore,
+    adapter_store: AdapterStore,
     artifacts: ArtifactCache,
 ) -> None:
     path = save_prompt(prompts / "a", random_prompt())
     if is_old:
         age(path)
-    first = found.find("prompt", "a")
+    first = adapter_store.find("prompt", "a")
     before = os.stat(path / "decoder.pt")
     change(path)
     os.utime(path / "decoder.pt", ns=(before.st_atime_ns, before.st_mtime_ns))
-    second = found.find("prompt", "a")
+    second = adapter_store.find("prompt", "a")
     assert torch.equal(decoder(artifacts, first), random_prompt())
     assert torch.equal(decoder(artifacts, second), random_prompt(seed=1))
 
 
-def test_what_is_removed_is_gone_and_may_come_back(
-    prompts: Path, found: AdapterStore, artifacts: ArtifactCache
+def test_removed_adapters_are_not_found_until_they_return(
+    prompts: Path, adapter_store: AdapterStore, artifacts: ArtifactCache
 ) -> None:
     path = age(save_prompt(prompts / "a", random_prompt()))
-    one = found.find("prompt", "a")
+    one = adapter_store.find("prompt", "a")
     (path / "decoder.pt").rename(path / "decoder.pt.swp")
-    assert refuse(found, "prompt", "a") == not_found("a")
+    assert refuse(adapter_store, "prompt", "a") == not_found("a")
     (path / "decoder.pt.swp").rename(path / "decoder.pt")
-    assert found.find("prompt", "a") == one
+    assert adapter_store.find("prompt", "a") == one
     shutil.rmtree(path)
-    assert refuse(found, "prompt", "a") == not_found("a")
+    assert refuse(adapter_store, "prompt", "a") == not_found("a")
     assert torch.equal(decoder(artifacts, one), random_prompt()), "running requests go on with it"
 
 
@@ -271,21 +271,21 @@ def test_reads_once_and_again_when_the_copy_is_gone(prompts: Path, counting: Cou
 
 
 def test_a_refusal_is_remembered_until_the_files_change(
-    prompts: Path, found: AdapterStore, caplog: pytest.LogCaptureFixture
+    prompts: Path, adapter_store: AdapterStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = prompts / "a"
     path.mkdir()
     (path / "decoder.pt").write_bytes(b"no tensor")
     age(path)
     for _ in range(3):
-        assert refuse(found, "prompt", "a") == prompt_text("a", "Invalid prefix embedding tensor")
+        assert refuse(adapter_store, "prompt", "a") == prompt_text("a", "Invalid prefix embedding tensor")
     [line] = (record for record in caplog.records if record.name == store.__name__)
     assert f"{path / 'decoder.pt'} cannot be read" in line.getMessage()
     save_prompt(path, random_prompt())
-    assert found.find("prompt", "a").num_decoder_tokens == 4
+    assert adapter_store.find("prompt", "a").num_decoder_tokens == 4
 
 
-def test_what_a_model_refuses_is_remembered_until_the_files_change(
+def test_a_refusal_by_the_model_is_remembered_until_the_files_change(
     prompts: Path, counting: CountingCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = AdapterStore(counting, REQUIRED, prompts, None, {})
@@ -313,7 +313,7 @@ def test_what_a_model_refuses_is_remembered_until_the_files_change(
     assert "another model" in refuse(store, "adapter", "same")
 
 
-def test_who_waits_for_one_that_hangs_is_told_after_a_while(
+def test_waiting_for_a_hanging_look_up_times_out(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, entered = threading.Event(), threading.Event()
@@ -325,26 +325,26 @@ def test_who_waits_for_one_that_hangs_is_told_after_a_while(
             return super().put(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "TURN_TIMEOUT_S", 0.05)
-    found = AdapterStore(HangingCache(tmp_path / "artifacts"), REQUIRED, prompts, None, {})
+    adapter_store = AdapterStore(HangingCache(tmp_path / "artifacts"), REQUIRED, prompts, None, {})
     save_prompt(prompts / "a", random_prompt())
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(found.find, "prompt", "a")
+        first = pool.submit(adapter_store.find, "prompt", "a")
         assert entered.wait(10)
-        assert refuse(found, "prompt", "a") == prompt_text("a", "Timeout expired")
+        assert refuse(adapter_store, "prompt", "a") == prompt_text("a", "Timeout expired")
         gate.set()
-        assert found.find("prompt", "a") == first.result()
-    assert not found._turns
+        assert adapter_store.find("prompt", "a") == first.result()
+    assert not adapter_store._turns
 
 
-def test_only_what_one_store_lacks_is_looked_for_in_the_other(
+def test_the_second_store_is_searched_only_if_the_first_lacks_the_id(
     tmp_path: Path, prompts: Path, artifacts: ArtifactCache
 ) -> None:
     adapters, outside = tmp_path / "adapters", save_lora(tmp_path / "outside", 1)
-    found = AdapterStore(artifacts, REQUIRED, prompts, adapters, {})
+    adapter_store = AdapterStore(artifacts, REQUIRED, prompts, adapters, {})
     ids = ("escapes", "dangles", "loops/a", "empty", "file", "dir/a")
     for id in ids:
         save_lora(prompts / id)
-        assert found.find("adapter", id).kind == "adapter", "there is no directory of adapters at all"
+        assert adapter_store.find("adapter", id).kind == "adapter", "there is no directory of adapters at all"
     adapters.mkdir()
     (adapters / "escapes").symlink_to(outside)
     (adapters / "dangles").symlink_to("nowhere")
@@ -354,9 +354,9 @@ def test_only_what_one_store_lacks_is_looked_for_in_the_other(
     (adapters / "dir").touch()
     for id in ("escapes", "dangles", "loops/a", "file"):
         text = f"can't retrieve adapter with id '{id}': directory does not exist"
-        assert refuse(found, "adapter", id) == text
-    assert "no adapter_config.json found" in refuse(found, "adapter", "empty")
-    assert found.find("adapter", "dir/a").kind == "adapter"
+        assert refuse(adapter_store, "adapter", id) == text
+    assert "no adapter_config.json found" in refuse(adapter_store, "adapter", "empty")
+    assert adapter_store.find("adapter", "dir/a").kind == "adapter"
 
 
 def test_a_clock_that_is_ahead_is_never_trusted(
@@ -374,17 +374,17 @@ def test_remembers_a_bounded_number(
     prompts: Path, counting: CountingCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "MAX_REMEMBERED", 2)
-    found = AdapterStore(counting, REQUIRED, prompts, None, {})
+    adapter_store = AdapterStore(counting, REQUIRED, prompts, None, {})
     for id in "abc":
         save_prompt(prompts / id, random_prompt(seed=ord(id)))
     age(prompts / "c")
     for id in "abaca":
-        found.find("prompt", id)
+        adapter_store.find("prompt", id)
     assert counting.num_put == 3
-    found.find("prompt", "b")
+    adapter_store.find("prompt", "b")
     assert counting.num_put == 4
-    assert len(found._remembered) == 2
-    assert not found._turns
+    assert len(adapter_store._remembered) == 2
+    assert not adapter_store._turns
 
 
 def test_threads_read_once(prompts: Path, counting: CountingCache) -> None:
@@ -424,8 +424,8 @@ def test_a_slow_one_does_not_hold_up_others(prompts: Path, tmp_path: Path) -> No
         assert slow.result().num_decoder_tokens == 2
 
 
-def test_what_is_written_all_the_time_is_whole_or_refused(
-    prompts: Path, found: AdapterStore, artifacts: ArtifactCache
+def test_files_under_constant_writes_are_complete_or_refused(
+    prompts: Path, adapter_store: AdapterStore, artifacts: ArtifactCache
 ) -> None:
     """All rows of one file are equal, and rows of two writes differ; the file is written in place, as by
     `cp`."""
@@ -449,17 +449,17 @@ def test_what_is_written_all_the_time_is_whole_or_refused(
     try:
         for _ in range(3):
             with suppress(AdapterError):
-                rows = decoder(artifacts, found.find("prompt", "a"))
+                rows = decoder(artifacts, adapter_store.find("prompt", "a"))
                 assert (rows == rows[0, 0]).all()
     finally:
         stop.set()
         writer.join()
     age(path)
-    assert torch.equal(decoder(artifacts, found.find("prompt", "a")), torch.ones(16, WIDTH))
+    assert torch.equal(decoder(artifacts, adapter_store.find("prompt", "a")), torch.ones(16, WIDTH))
 
 
 def test_directories_that_are_swapped_all_the_time(
-    prompts: Path, found: AdapterStore, artifacts: ArtifactCache
+    prompts: Path, adapter_store: AdapterStore, artifacts: ArtifactCache
 ) -> None:
     for version in range(2):
         save_prompt(prompts / f"v{version}", torch.full((16, WIDTH), float(version)))
@@ -477,7 +477,7 @@ def test_directories_that_are_swapped_all_the_time(
     swapper.start()
     try:
         found_values = {
-            decoder(artifacts, found.find("prompt", "a")).unique().tolist()[0] for _ in range(100)
+            decoder(artifacts, adapter_store.find("prompt", "a")).unique().tolist()[0] for _ in range(100)
         }
     finally:
         stop.set()
@@ -486,7 +486,7 @@ def test_directories_that_are_swapped_all_the_time(
 
 
 def test_vanishes_while_it_is_read(
-    prompts: Path, found: AdapterStore, monkeypatch: pytest.MonkeyPatch
+    prompts: Path, adapter_store: AdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = snapshot._copy
 
@@ -501,14 +501,14 @@ def test_vanishes_while_it_is_read(
     for vanish in (vanish_first, vanish_then):
         save_prompt(prompts / "a", random_prompt())
         monkeypatch.setattr(snapshot, "_copy", vanish)
-        assert refuse(found, "prompt", "a") == not_found("a")
+        assert refuse(adapter_store, "prompt", "a") == not_found("a")
         monkeypatch.setattr(snapshot, "_copy", copy)
         save_prompt(prompts / "a", random_prompt())
-        assert found.find("prompt", "a").num_decoder_tokens == 4
+        assert adapter_store.find("prompt", "a").num_decoder_tokens == 4
 
 
 def test_the_link_is_turned_and_its_target_removed_while_it_is_read(
-    prompts: Path, found: AdapterStore, monkeypatch: pytest.MonkeyPatch
+    prompts: Path, adapter_store: AdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(2):
         save_prompt(prompts / f"v{number}", random_prompt(2 + number))
@@ -523,7 +523,7 @@ def test_the_link_is_turned_and_its_target_removed_while_it_is_read(
         copy(source, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(snapshot, "_copy", turn)
-    assert found.find("prompt", "a").num_decoder_tokens == 3
+    assert adapter_store.find("prompt", "a").num_decoder_tokens == 3
 
 
 def test_a_full_disk_is_not_the_clients_fault(prompts: Path, tmp_path: Path) -> None:

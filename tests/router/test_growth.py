@@ -138,6 +138,6 @@ def test_memory_of_large_prompts_comes_back(tmp_path: Path) -> None:
         assert stop_router(setup) == 0
 
 
-def test_a_slope_is_what_it_should_be() -> None:
+def test_a_slope_is_computed_correctly() -> None:
     assert slope([3, 5, 7, 9]) == 2
     assert slope([4] * 9) == 0

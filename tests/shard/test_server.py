@@ -220,7 +220,7 @@ def test_a_prompt_is_found_loaded_replaced_and_unloaded(model_path: Path, pair: 
     assert [error.message for error in answer.errors] == ["its soft prompt is not loaded"]
 
 
-def test_what_is_not_there_to_be_found_or_loaded(pair: Pair) -> None:
+def test_missing_adapters_are_neither_found_nor_loaded(pair: Pair) -> None:
     for stub in pair.stubs:
         with pytest.raises(grpc.RpcError) as caught:
             stub.Load(pb.LoadRequest(digest="0" * 64))

@@ -45,15 +45,15 @@ def write_by_library(path: Path) -> None:
     writer.close()
 
 
-def test_what_the_library_writes(path: Path) -> None:
+def test_files_written_by_the_library(path: Path) -> None:
     write_by_library(path)
     header, oracle = read_gguf_header(path), gguf.GGUFReader(path)
-    found = {
+    actual = {
         name: list(value) if hasattr(value, "typecode") else value for name, value in header.metadata.items()
     }
     known = {name: field.contents() for name, field in oracle.fields.items() if not name.startswith("GGUF.")}
-    assert found == known
-    assert found["name"] == "naïve 東京"
+    assert actual == known
+    assert actual["name"] == "naïve 東京"
     for tensor in oracle.tensors:
         place = header.tensors[tensor.name]
         assert place.shape == tuple(reversed(tensor.shape.tolist()))

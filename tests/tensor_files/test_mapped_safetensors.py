@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tgis.tensor_files.mapped_safetensors import DTYPES, map_tensors
 
 
-def test_finds_what_the_library_finds(tmp_path: Path) -> None:
+def test_tensors_equal_those_of_the_library(tmp_path: Path) -> None:
     tensors = {name: torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in DTYPES.items()}
     tensors |= {
         "empty": torch.empty(0, 4),
@@ -21,12 +21,12 @@ def test_finds_what_the_library_finds(tmp_path: Path) -> None:
         "odd": torch.ones(3, dtype=torch.int8),
     }
     save_file(tensors, tmp_path / "file", metadata={"a": "b"})
-    (found, metadata), expected = map_tensors(tmp_path / "file"), load_file(tmp_path / "file")
+    (actual, metadata), expected = map_tensors(tmp_path / "file"), load_file(tmp_path / "file")
     assert metadata == {"a": "b"}
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[name].float(), tensor.float())
+        assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(actual[name].float(), tensor.float())
 
 
 def write(file: Path, header: object, data: bytes) -> Path:
@@ -43,7 +43,7 @@ def test_elements_that_are_not_aligned(tmp_path: Path, padding: int) -> None:
     assert torch.equal(map_tensors(file)[0]["a" * (padding + 1)], stored)
 
 
-def test_what_is_damaged(tmp_path: Path) -> None:
+def test_damaged_files(tmp_path: Path) -> None:
     for entry in (
         {"dtype": "F32", "shape": [2], "data_offsets": [0, 12]},
         {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},

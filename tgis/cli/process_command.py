@@ -144,7 +144,7 @@ def _read_aliases(context: click.Context, settings: dict[str, Setting], reads: s
         _refuse_ambiguous_flags(context, server)
     _refuse_unread_flags(context, compat)
     names = [*TGIS_NAMES, *(server.aliases if server is not None else ())]
-    given = [found for one in names if reads in one.commands and (found := _given(context, one))]
+    given = [value for one in names if reads in one.commands and (value := _given(context, one))]
     if server is not None and server.properties is not None:
         defaults = {one.name: one.default for one in context.command.params if one.name}
         server.properties.forget_shared_names(settings, defaults)

@@ -183,8 +183,8 @@ class _Cursor:
         if kind not in _NUMBERS:
             raise TensorFileError(f"{self.path}: {key} has the unknown type {kind}")
         format = struct.Struct(_NUMBERS[kind][0])
-        found: Value = format.unpack_from(self._mapped, self._take(format.size, key))[0]
-        return found
+        scalar: Value = format.unpack_from(self._mapped, self._take(format.size, key))[0]
+        return scalar
 
     def _array(self, key: str) -> Value:
         kind = self.integer(_U32, key)

@@ -88,14 +88,14 @@ def check_drafts(target: Target) -> None:
         runner.reset()
         steps = Steps(runner.info.block_size, runner.info.num_blocks)
         opened = steps.step([(0, 0, len(request.prompt))], [opening(request)])
-        found = integers(runner.launch(opened).answer().token_ids)
-        while len(found) < NEW_TOKENS - 4:
-            end, guesses = len(request.prompt) + len(found), known.generated[len(found) :][:3]
-            if len(found) % 2 == 0:
+        tokens = integers(runner.launch(opened).answer().token_ids)
+        while len(tokens) < NEW_TOKENS - 4:
+            end, guesses = len(request.prompt) + len(tokens), known.generated[len(tokens) :][:3]
+            if len(tokens) % 2 == 0:
                 guesses[-1] = (guesses[-1] + 1) % VOCAB_SIZE
             step = steps.step([(0, end - 1, end)], drafts={0: guesses})
-            found += integers(runner.launch(step).answer().token_ids)
-    target.recorder.check("drafts as tokens one by one", found == known.generated[: len(found)])
+            tokens += integers(runner.launch(step).answer().token_ids)
+    target.recorder.check("drafts as tokens one by one", tokens == known.generated[: len(tokens)])
 
 
 def check_tuned(target: Target, kind: str) -> None:

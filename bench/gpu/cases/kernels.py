@@ -38,8 +38,8 @@ def compare_far(target: Target, kernel: str) -> None:
     blocks of a small cache."""
     kernels = load_kernels(target)
     for label, near, far in draw_far_inputs(target, kernel):
-        expected, found = (_run(kernels, kernel, given) for given in (near, far))
-        results = expected, [x[-len(y) :] for x, y in zip(found, expected, strict=True)]
+        expected, actual = (_run(kernels, kernel, given) for given in (near, far))
+        results = expected, [x[-len(y) :] for x, y in zip(actual, expected, strict=True)]
         key = f"{kernel} {label}: equal bits in a cache of more than 2^31 elements"
         target.recorder.check(key, all(map(equal_bits, *results)))
 
@@ -48,12 +48,12 @@ def _compare_one(target: Target, kernels: Implementations, given: KernelInput) -
     """Return the largest relative error of a kernel's results."""
     about = f"{given.kernel} {given.label} {given.dtype}".replace("torch.", "")
     expected = given.input.run(KERNELS[given.kernel].plain)
-    found = _run(kernels, given.kernel, given.input)
+    actual = _run(kernels, given.kernel, given.input)
     for _ in range(1 if target.is_rehearsal else NUM_RUNS - 1):
-        if not all(map(equal_bits, found, _run(kernels, given.kernel, given.input))):
+        if not all(map(equal_bits, actual, _run(kernels, given.kernel, given.input))):
             target.recorder.check(f"{about}: equal bits in {NUM_RUNS} runs", False)
             break
-    error = max(map(relative_error, found, expected))
+    error = max(map(relative_error, actual, expected))
     print(f"{about}: {error:.1e}", flush=True)
     return error
 
@@ -66,12 +66,12 @@ def equal_bits(x: Tensor, y: Tensor) -> bool:
     return bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference divided by the norm of the expected result; infinity if only one of
     them has a NaN. Integers must be equal."""
-    if not found.is_floating_point():
-        return 0.0 if torch.equal(found, expected) else torch.inf
-    if not torch.equal(found.isnan(), expected.isnan()):
+    if not actual.is_floating_point():
+        return 0.0 if torch.equal(actual, expected) else torch.inf
+    if not torch.equal(actual.isnan(), expected.isnan()):
         return torch.inf
-    x, y = (each.double().nan_to_num(0.0) for each in (found, expected))
+    x, y = (each.double().nan_to_num(0.0) for each in (actual, expected))
     return ((x - y).norm() / y.norm().clamp(min=1e-30)).item()

@@ -71,8 +71,8 @@ def check_products(target: Target) -> None:
     expected, out = a.double() @ b.double(), torch.empty(64, 64, device=target.device)
 
     def multiply() -> None:
-        found = torch.mm(a, b, out_dtype=torch.float32)
-        assert ((found.double() - expected).norm() / expected.norm()).item() < 1e-5
+        product = torch.mm(a, b, out_dtype=torch.float32)
+        assert ((product.double() - expected).norm() / expected.norm()).item() < 1e-5
 
     def multiply_into() -> None:
         torch.mm(a, b, out_dtype=torch.float32, out=out)

@@ -33,8 +33,8 @@ def run_tool(target: Target, tool: str) -> None:
         return
     text = done.stdout.decode(errors="replace")
     print(text)
-    found = SUMMARY.search(text)
-    if found is None:
+    match = SUMMARY.search(text)
+    if match is None:
         target.recorder.problem(tool, f"it gave no summary, and ended with status {done.returncode}")
     else:
-        target.recorder.check(f"{tool} finds nothing", found[1] == "0", found[0])
+        target.recorder.check(f"{tool} finds nothing", match[1] == "0", match[0])

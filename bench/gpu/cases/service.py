@@ -54,8 +54,8 @@ def measure_calls(
     tokens = (24, 8) if target.is_rehearsal else (INPUT_TOKENS, NEW_TOKENS)
     job = Job(address, mode, clients, count, *tokens, seed=clients, time_limit=limit, is_sampled=is_sampled)
     before = router_seconds()
-    [found] = run_child("bench.load", job, limit + MIN_LOAD_S)
-    spent, answers = router_seconds() - before, [Answer(**answer) for answer in found["answers"]]
+    [result] = run_child("bench.load", job, limit + MIN_LOAD_S)
+    spent, answers = router_seconds() - before, [Answer(**answer) for answer in result["answers"]]
     figures = summarize(job, answers)
     detail = f"{figures['answer_ms_p50']:.0f} ms an answer"
     if mode == "stream":

@@ -153,8 +153,8 @@ def time_prompt(runner: DeviceModelRunner, length: int, seed: int) -> float:
 
 def record_kernels(target: Target, key: str, work: Callable[[], object], num_steps: int) -> None:
     """Record the device's time in each kernel."""
-    found = sorted(profile_kernels(target, work), key=lambda each: -each.seconds)
-    for each in found[: 2 if target.is_rehearsal else MAX_KERNELS]:
+    profiled = sorted(profile_kernels(target, work), key=lambda each: -each.seconds)
+    for each in profiled[: 2 if target.is_rehearsal else MAX_KERNELS]:
         detail = f"{each.count / num_steps:.4g} launches"
         target.recorder.figure(
             f"{key}: kernel {each.name[:80]}", each.seconds / num_steps * 1e6, "us", detail

@@ -51,5 +51,5 @@ class Job:
 def find_function(name: str) -> Callable[..., Any]:
     """Return a function by `module:function`."""
     module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+    attribute: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return attribute

@@ -57,8 +57,8 @@ def _spawn(job: Job, directory: Path) -> int:
 def _wait(pid: int, end: float, parent: int) -> int | None:
     """Return the status of a process, as os.waitpid does, or None if it does not end in time."""
     while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
             return status
         if time.monotonic() >= end or os.getppid() != parent:
             return None

@@ -24,13 +24,13 @@ def end_descendants() -> int:
     end = time.monotonic() + KILL_S
     while time.monotonic() < end:
         _reap()
-        found = list_descendants(os.getpid())
-        if not found:
+        descendants = list_descendants(os.getpid())
+        if not descendants:
             break
-        for pid in found:
+        for pid in descendants:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        killed.update(found)
+        killed.update(descendants)
         time.sleep(POLL_S)
     return len(killed)
 
@@ -43,11 +43,11 @@ def list_descendants(pid: int) -> list[int]:
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(path.parent.name))
-    found, below = [], list(children.get(pid, ()))
+    descendants, below = [], list(children.get(pid, ()))
     while below:
-        found.append(below.pop())
-        below += children.get(found[-1], ())
-    return found
+        descendants.append(below.pop())
+        below += children.get(descendants[-1], ())
+    return descendants
 
 
 def has_opened_gpu() -> bool:

@@ -190,7 +190,7 @@ class Course:
     def _find_own(self, recorder: Recorder, *kinds: str) -> list[str]:
         """Return the attempt's results of these kinds as text."""
         asked = recorder.stage, recorder.case, recorder.attempt
-        found = [
+        candidates = [
             each
             for each in read_results(self.results)
             if (each.stage, each.case, each.attempt) == asked and each.kind in kinds
@@ -199,7 +199,7 @@ class Course:
             f"{each.value} {each.detail}".partition("\n")[0]
             if each.kind == "outcome"
             else f"{each.key} = {each.value} {each.unit} {each.detail}".rstrip()
-            for each in found
+            for each in candidates
         ]
 
     def _keep_log(self, recorder: Recorder, log: Path) -> None:

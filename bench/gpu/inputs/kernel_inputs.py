@@ -48,8 +48,8 @@ class KernelInput(NamedTuple):
 
 def draw_inputs(target: Target, kernel: str, dtype: torch.dtype, group: str) -> Iterator[KernelInput]:
     """Yield new random inputs, one after the other, because together they do not fit into memory."""
-    found = REHEARSED if target.is_rehearsal else GROUPS[group]
-    for label, given in _DRAWS[kernel](target, dtype, found):
+    shapes = REHEARSED if target.is_rehearsal else GROUPS[group]
+    for label, given in _DRAWS[kernel](target, dtype, shapes):
         yield KernelInput(kernel, label, given, dtype)
 
 

@@ -37,12 +37,12 @@ def list_names() -> list[str]:
 
 def read_lock(path: Path) -> dict[str, str]:
     """Return the requirements of a lock with their hashes, by name, without those of other systems."""
-    found = {}
+    requirements = {}
     for match in _ENTRY.finditer(path.read_text()):
         name, _, marker, _ = match.groups()
         if not _NOT_HERE.search(marker):
-            found[name] = match[0]
-    return found
+            requirements[name] = match[0]
+    return requirements
 
 
 def download(names: Iterable[str], lock: Path, directory: Path) -> None:

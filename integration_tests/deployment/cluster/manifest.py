@@ -60,18 +60,18 @@ class Pod:
         return [_expand(word, env) for word in words]
 
     def env(self, of_image: Mapping[str, str], address: str) -> dict[str, str]:
-        found = {**of_image, "HOSTNAME": self.name, **self._service_links()}
+        variables = {**of_image, "HOSTNAME": self.name, **self._service_links()}
         for source in self.container.get("envFrom", []):
             kind = "ConfigMap" if "configMapRef" in source else "Secret"
-            found |= self.data_of(kind, next(iter(source.values()))["name"])
+            variables |= self.data_of(kind, next(iter(source.values()))["name"])
         for entry in self.container.get("env", []):
             text = (
                 self._value_from(entry["valueFrom"], address)
                 if "valueFrom" in entry
                 else entry.get("value", "")
             )
-            found[entry["name"]] = _expand(str(text), found)
-        return found
+            variables[entry["name"]] = _expand(str(text), variables)
+        return variables
 
     def data_of(self, kind: str, name: str) -> dict[str, str]:
         return dict(self._object(kind, name).get("data", {}))
@@ -93,8 +93,8 @@ class Pod:
         return self.data_of(kind, reference["name"])[reference["key"]]
 
     def _field(self, path: str, address: str) -> str:
-        if found := re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path):
-            return str(self.metadata.get(found[1], {}).get(found[2], ""))
+        if match := re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path):
+            return str(self.metadata.get(match[1], {}).get(match[2], ""))
         known = {
             "metadata.name": self.name,
             "metadata.namespace": "default",
@@ -110,15 +110,15 @@ class Pod:
     def _service_links(self) -> dict[str, str]:
         """Return the variables that Kubernetes adds for each service with an address, `NAME_PORT=tcp://...`;
         those of its own API always exist."""
-        found = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+        variables = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
         services = [one for one in self.objects if one["kind"] == "Service"]
         for service in services if self.spec.get("enableServiceLinks", True) else []:
             if service["spec"].get("clusterIP") != "None":
                 name = service["metadata"]["name"].upper().replace("-", "_")
                 port = service["spec"]["ports"][0]["port"]
-                found |= {f"{name}_SERVICE_HOST": "10.96.0.9", f"{name}_SERVICE_PORT": str(port)}
-                found[f"{name}_PORT"] = f"tcp://10.96.0.9:{port}"
-        return found
+                variables |= {f"{name}_SERVICE_HOST": "10.96.0.9", f"{name}_SERVICE_PORT": str(port)}
+                variables[f"{name}_PORT"] = f"tcp://10.96.0.9:{port}"
+        return variables
 
 
 def render(directory: Path) -> list[Object]:
@@ -162,11 +162,11 @@ def _predictor(runtime: Object, service: Object) -> Object:
 
 
 def quantity(text: str | int) -> int:
-    found = re.fullmatch(r"(\d+)([A-Za-z]*)", str(text))
-    assert found, text
-    return int(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"(\d+)([A-Za-z]*)", str(text))
+    assert match, text
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def _expand(text: str, env: Mapping[str, str]) -> str:
     """Expand `$(NAME)` for known variables; `$$` is a dollar sign."""
-    return _REFERENCE.sub(lambda found: env.get(found[1], found[0]) if found[1] else "$", text)
+    return _REFERENCE.sub(lambda match: env.get(match[1], match[0]) if match[1] else "$", text)

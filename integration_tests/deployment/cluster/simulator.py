@@ -198,27 +198,27 @@ def _rights(pid: int) -> dict[str, list[str]]:
 
 
 def _writable(container: Container) -> set[str]:
-    found = set()
+    targets = set()
     for line in Path(f"/proc/{container.pid}/mountinfo").read_text().splitlines():
         mount, _, filesystem = line.partition(" - ")
         target, options = mount.split()[4:6]
         if {"ro"}.isdisjoint([*options.split(","), *filesystem.split()[2].split(",")]):
-            found.add(target)
+            targets.add(target)
     given = {mount.target for mount in container.spec.mounts if not mount.is_read_only}
-    return {path for path in found - given if not path.startswith(("/dev/", "/proc"))}
+    return {path for path in targets - given if not path.startswith(("/dev/", "/proc"))}
 
 
 def _written(container: Container) -> set[str]:
     """Return the container's files on the image's disk, without other disks."""
     root = Path(f"/proc/{container.pid}/root")
-    found, device = set(), root.stat().st_dev
+    paths, device = set(), root.stat().st_dev
     for directory, below, files in os.walk(f"{root}/"):
         below[:] = [name for name in below if os.lstat(os.path.join(directory, name)).st_dev == device]
         for name in (*files, *below):
             path = os.path.join(directory, name)
             if os.lstat(path).st_uid == container.spec.user:
-                found.add("/" + os.path.relpath(path, root))
-    return found
+                paths.add("/" + os.path.relpath(path, root))
+    return paths
 
 
 def _compiled(container: Container) -> set[str]:

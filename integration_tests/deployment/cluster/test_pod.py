@@ -153,12 +153,12 @@ def lives(
 
 def running_from(place: str) -> set[str]:
     """Return the command lines of running processes."""
-    found = set()
+    commands = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # the process has just ended
             if (line := path.read_text()).startswith(place):
-                found.add(line.replace("\0", " "))
-    return found
+                commands.add(line.replace("\0", " "))
+    return commands
 
 
 @pytest.fixture(params=[*VARIANTS, *(change.__name__ for change in CHANGED)])
@@ -166,7 +166,7 @@ def life(request: pytest.FixtureRequest, lives: dict[str, Future[Life]]) -> Life
     return lives[request.param].result()
 
 
-def test_it_lives_and_ends_as_told(life: Life) -> None:
+def test_probes_and_termination_work(life: Life) -> None:
     """A stream that runs when the pod is deleted completes after SIGTERM, and so does a late call: other
     nodes of a cluster learn of the deletion later than the pod."""
     assert life.status == 0, life.output
@@ -200,6 +200,6 @@ def test_it_writes_where_it_may(life: Life) -> None:
 
 
 @pytest.mark.parametrize("change", BROKEN)
-def test_what_is_broken_is_found(change: Callable[[Pod], None], lives: dict[str, Future[Life]]) -> None:
+def test_violations_are_reported(change: Callable[[Pod], None], lives: dict[str, Future[Life]]) -> None:
     with pytest.raises(PodFault, match=BROKEN[change]):
         lives[change.__name__].result()

@@ -88,7 +88,7 @@ def test_streams_outlive_the_other_node(tuned: Tuned, nodes: TwoNodes) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_told_to_end_lets_streams_finish(tuned: Tuned, nodes: TwoNodes) -> None:
+def test_streams_finish_before_a_terminated_worker_ends(tuned: Tuned, nodes: TwoNodes) -> None:
     """Streams complete before the time limit or a second signal; then the node's successor joins."""
     client, running, node = tuned.client, threading.Barrier(2), nodes.nodes[0]
     num_lost = node.output.count("is lost")
@@ -165,11 +165,11 @@ def test_strangers_are_no_nodes(nodes: TwoNodes, tuned: Tuned, tmp_path: Path) -
 
 def received(connection: ssl.SSLSocket) -> bytes:
     """Read until the connection is closed."""
-    found = b""
+    body = b""
     with contextlib.suppress(OSError):
         while data := connection.recv(1 << 16):
-            found += data
-    return found
+            body += data
+    return body
 
 
 @pytest.mark.slow

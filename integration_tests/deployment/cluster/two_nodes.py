@@ -108,8 +108,8 @@ class TwoNetworks(TwoNodes):
 
     def listening(self, rank: int) -> set[str]:
         """Return the hosts with listening sockets in that network."""
-        found = self._in(rank, "ss", "-Htln").splitlines()
-        hosts = {line.split()[3].rsplit(":", 1)[0] for line in found}
+        lines = self._in(rank, "ss", "-Htln").splitlines()
+        hosts = {line.split()[3].rsplit(":", 1)[0] for line in lines}
         return {host.strip("[]").removeprefix("::ffff:") for host in hosts}
 
     def remove(self) -> None:

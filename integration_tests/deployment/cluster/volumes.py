@@ -25,17 +25,17 @@ class Cluster:
 
 def mounts_of(pod: Pod, cluster: Cluster, model_name: str, scratch: Path) -> list[Mount]:
     volumes = {one["name"]: one for one in pod.spec.get("volumes", [])}
-    found = [
+    mounts = [
         _mount(pod, cluster, volumes[one["name"]], one, model_name, scratch)
         for one in pod.container.get("volumeMounts", [])
     ]
-    has_model = any(mount.source and _is_below(model_name, mount.target) for mount in found)
+    has_model = any(mount.source and _is_below(model_name, mount.target) for mount in mounts)
     if not has_model:  # the base has no volume: an operator adds the one of a model
-        found.append(Mount(model_name, str(cluster.model), is_read_only=True))
+        mounts.append(Mount(model_name, str(cluster.model), is_read_only=True))
     log = scratch / "termination-log"
     log.touch()
     log.chmod(0o666)
-    return [*found, Mount(pod.container.get("terminationMessagePath", "/dev/termination-log"), str(log))]
+    return [*mounts, Mount(pod.container.get("terminationMessagePath", "/dev/termination-log"), str(log))]
 
 
 def _mount(

@@ -18,7 +18,7 @@ class Stage:
     instructions: list[tuple[str, str]] = field(default_factory=list)
 
     def all(self, keyword: str) -> list[str]:
-        return [text for found, text in self.instructions if found == keyword]
+        return [text for word, text in self.instructions if word == keyword]
 
     def pairs(self, keyword: str) -> dict[str, str]:
         """Return the pairs of instructions like ENV and LABEL."""
@@ -37,8 +37,8 @@ class Containerfile:
 
     @property
     def command(self) -> list[str]:
-        found: list[str] = json.loads(self.final.all("CMD")[-1])
-        return found
+        words: list[str] = json.loads(self.final.all("CMD")[-1])
+        return words
 
 
 def read(text: str) -> Containerfile:
@@ -57,7 +57,7 @@ def read(text: str) -> Containerfile:
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda found: values.get(found[1] or found[2], ""), text)
+    return _VARIABLE.sub(lambda match: values.get(match[1] or match[2], ""), text)
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
@@ -97,11 +97,11 @@ def _faults_of_copies(file: Containerfile, made_by_steps: str) -> Iterator[str]:
     for position, stage in enumerate(file.stages):
         earlier = {one.name: one for one in file.stages[:position]}
         for text in stage.all("COPY"):
-            if not (found := re.match(r"--from=(\S+) (?:--\S+ )*(\S+) ", text)):
+            if not (match := re.match(r"--from=(\S+) (?:--\S+ )*(\S+) ", text)):
                 continue
-            source = earlier.get(found[1])
+            source = earlier.get(match[1])
             known = source and " ".join(text for _, text in source.instructions) + made_by_steps
             if known is None:
-                yield f"COPY --from={found[1]}: there is no such stage before"
-            elif found[2] != "/" and not re.search(rf"{re.escape(found[2])}(?![\w/-])", known):
-                yield f"COPY --from={found[1]} {found[2]}: nothing makes it there"
+                yield f"COPY --from={match[1]}: there is no such stage before"
+            elif match[2] != "/" and not re.search(rf"{re.escape(match[2])}(?![\w/-])", known):
+                yield f"COPY --from={match[1]} {match[2]}: nothing makes it there"

@@ -36,7 +36,7 @@ BROKEN = [
 ]
 
 
-def found(text: str) -> list[str]:
+def list_faults(text: str) -> list[str]:
     return list(faults(read(text), PROJECT["scripts"], STEPS))
 
 
@@ -57,16 +57,16 @@ def test_hadolint_would_say_it() -> None:
 
 
 def test_our_own_rules() -> None:
-    assert found(TEXT) == []
+    assert list_faults(TEXT) == []
 
 
 @pytest.mark.parametrize(("ours", "broken", "fault"), BROKEN)
-def test_our_own_rules_find_what_is_wrong(ours: str, broken: str, fault: str) -> None:
+def test_our_own_rules_report_violations(ours: str, broken: str, fault: str) -> None:
     assert ours in TEXT
-    assert any(fault in one for one in found(TEXT.replace(ours, broken)))
+    assert any(fault in one for one in list_faults(TEXT.replace(ours, broken)))
 
 
-def test_it_is_what_manifests_of_tgis_expect() -> None:
+def test_it_suits_manifests_of_tgis() -> None:
     final = read(TEXT).final
     env = final.pairs("ENV")
     assert (env["PORT"], env["GRPC_PORT"], env["HOME"]) == ("3000", "8033", "/home/tgis")
@@ -89,7 +89,7 @@ def test_no_compiler_is_in_it() -> None:
     assert not file.final.all("RUN")
 
 
-def test_what_is_copied_is_not_ignored() -> None:
+def test_copied_files_are_not_ignored() -> None:
     """The file exists: the two files are read by different programs."""
     ignored = Path(".containerignore").read_text().splitlines()
     kept = {line[1:] for line in ignored if line.startswith("!")}

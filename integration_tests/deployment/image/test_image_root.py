@@ -41,18 +41,18 @@ def test_it_is_installed_and_not_linked(root: Path) -> None:
 def test_the_locks_have_all_that_is_in_it(root: Path) -> None:
     """The packages are exactly those of the lock, in the same versions."""
     [packages] = root.glob("opt/tgis/lib/python3*/site-packages")
-    found = {canonicalize_name(one.name): one.version for one in distributions(path=[str(packages)])}
+    installed = {canonicalize_name(one.name): one.version for one in distributions(path=[str(packages)])}
     locked = [
         entry for name in (SERVICE, CPU) for entry in read_lock((ROOT / f"locks/{name}.lock").read_text())
     ]
-    del found["tgis-next"]
-    assert found == {entry.name: entry.version for entry in locked if entry.applies({})}
+    del installed["tgis-next"]
+    assert installed == {entry.name: entry.version for entry in locked if entry.applies({})}
 
 
 def test_nothing_is_in_it_that_builds_or_fetches(root: Path) -> None:
-    found = {path.name for path in (root / "opt/tgis/bin").iterdir()}
-    assert "python" in found
-    assert found.isdisjoint(UNNEEDED)
+    programs = {path.name for path in (root / "opt/tgis/bin").iterdir()}
+    assert "python" in programs
+    assert programs.isdisjoint(UNNEEDED)
     assert not [*root.glob("opt/tgis/lib/python3*/site-packages/pip")]
 
 
@@ -67,10 +67,10 @@ def test_any_user_may_write_in_two_places(root: Path) -> None:
     writable, hidden = set(), set()
     for directory, _, files in os.walk(root):
         for path in (directory, *(os.path.join(directory, name) for name in files)):
-            found = os.lstat(path)
-            if stat.S_ISLNK(found.st_mode):
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode):
                 continue
-            for_all = found.st_mode | found.st_mode >> 3 if found.st_gid == 0 else found.st_mode
+            for_all = status.st_mode | status.st_mode >> 3 if status.st_gid == 0 else status.st_mode
             if for_all & stat.S_IWOTH:
                 writable.add(path)
             if not for_all & stat.S_IROTH:

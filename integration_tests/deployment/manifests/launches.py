@@ -98,11 +98,11 @@ def _own_logging() -> Iterator[None]:
 
 def _parse_server(arguments: list[str]) -> Iterator[str]:
     name, *rest = arguments or [""]
-    found: Any = server_main.commands.get(name)
-    if found is None:
+    command: Any = server_main.commands.get(name)
+    if command is None:
         yield f"text-generation-server has no command {name!r}"
         return
     try:
-        found.make_context(name, rest)
+        command.make_context(name, rest)
     except click.ClickException as error:
         yield error.format_message()

@@ -46,15 +46,15 @@ def is_ours(container: Container) -> bool:
 
 
 def pods_of(objects: list[Object]) -> list[Pod]:
-    found: list[Pod] = []
+    pods: list[Pod] = []
     for one in objects:
         if one["kind"] in ("Deployment", "Job"):
-            found.append(_pod(one, one["spec"]["template"]))
+            pods.append(_pod(one, one["spec"]["template"]))
         elif one["kind"] == "LeaderWorkerSet":
-            found += _group(one)
+            pods += _group(one)
         elif one["kind"] == "ServingRuntime":
-            found += _served(one, [other for other in objects if other["kind"] == "InferenceService"])
-    return found
+            pods += _served(one, [other for other in objects if other["kind"] == "InferenceService"])
+    return pods
 
 
 def _pod(one: Object, template: dict[str, Any]) -> Pod:

@@ -63,7 +63,7 @@ def test_every_component_goes_with_others() -> None:
     } == COMPONENTS
 
 
-def test_services_of_one_namespace_are_told_apart(tmp_path: Path) -> None:
+def test_services_of_one_namespace_have_distinct_names(tmp_path: Path) -> None:
     """References get the prefix too, also where kustomize needs a configuration for it."""
     asked = [
         {

@@ -59,7 +59,7 @@ def test_schemas_allow_them(rendered: list[Object], check_jsonschema: str, tmp_p
 
 
 @pytest.mark.parametrize(("kind", "path", "value"), IN_SCHEMAS)
-def test_schemas_refuse_what_is_wrong(
+def test_schemas_refuse_wrong_fields(
     kind: str, path: str, value: object, check_jsonschema: str, tmp_path: Path
 ) -> None:
     objects = written(
@@ -78,7 +78,7 @@ def test_types_allow_them(rendered: list[Object], types: Path) -> None:
     assert refused_by_types(rendered, types) == ""
 
 
-def test_types_refuse_what_is_wrong(types: Path) -> None:
+def test_types_refuse_wrong_values(types: Path) -> None:
     objects = written(
         "components/tls/certificates.yaml",
         "components/monitoring/podmonitor.yaml",

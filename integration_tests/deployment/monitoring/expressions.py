@@ -39,12 +39,12 @@ class Expression:
     @property
     def matchers(self) -> list[tuple[str, str]]:
         """Yield label and value, once for each alternative of a regular expression."""
-        found = [
+        matches = [
             (label, value)
             for part in LABELLED.findall(self.text)
             for label, _, value in MATCHER.findall(part)
         ]
-        return [(label, one) for label, value in found for one in value.split("|")]
+        return [(label, one) for label, value in matches for one in value.split("|")]
 
     @property
     def labels(self) -> set[str]:

@@ -96,7 +96,7 @@ def test_a_wrong_expression_fails_the_test_of_its_alert(
     assert failed == {rule["alert"] for rule in alerts()}
 
 
-def test_alerts_say_what_to_do() -> None:
+def test_alerts_have_a_remedy() -> None:
     for rule in alerts():
         annotations = rule["annotations"]
         assert rule["labels"]["severity"] in ("critical", "warning", "info"), rule["alert"]
@@ -108,11 +108,11 @@ def test_alerts_say_what_to_do() -> None:
 
 
 def test_promtool_accepts_every_expression_of_the_dashboard(promtool: Path, tmp_path: Path) -> None:
-    found = dashboard_expressions()
-    assert len(found) > 50
-    checked = check_expressions(tmp_path, found)
+    expressions = dashboard_expressions()
+    assert len(expressions) > 50
+    checked = check_expressions(tmp_path, expressions)
     assert checked.returncode == 0, checked.stdout
-    broken = [Expression("broken", found[0].text.replace("sum", "sums", 1))]
+    broken = [Expression("broken", expressions[0].text.replace("sum", "sums", 1))]
     assert check_expressions(tmp_path, broken).returncode != 0
 
 
@@ -131,7 +131,7 @@ def test_series_labels_and_values_are_those_of_a_scrape(
     assert not problems
 
 
-def test_what_no_scrape_has_is_found(watched: Watched) -> None:
+def test_series_missing_from_scrapes_are_reported(watched: Watched) -> None:
     shown = parse(watched.scrape())
     for text in (
         "sum (tgi_nothing)",
@@ -162,17 +162,17 @@ def find_unknown(expressions: list[Expression], shown: dict[str, Metric]) -> lis
 
 def test_every_panel_shows_something(watched: Watched) -> None:
     for one in dashboard_expressions(rate_interval="10s"):
-        found = watched.prometheus.query(one.text)
-        assert bool(found) != (one.where in EMPTY), one
+        result = watched.prometheus.query(one.text)
+        assert bool(result) != (one.where in EMPTY), one
 
 
-def test_variables_list_what_there_is(watched: Watched) -> None:
+def test_variables_list_existing_labels(watched: Watched) -> None:
     for label in dashboard.CHOSEN:
         values = watched.prometheus.query(f"group by ({label}) (tgi_ready)")
         assert [set(one["metric"]) for one in values] == [{label}]
 
 
-def test_rules_are_evaluated_and_only_what_happened_alarms(watched: Watched) -> None:
+def test_only_expected_alerts_fire(watched: Watched) -> None:
     with urllib.request.urlopen(f"{watched.prometheus.url}/api/v1/rules", timeout=10) as response:
         groups = json.load(response)["data"]["groups"]
     evaluated = [rule for group in groups for rule in group["rules"]]

@@ -69,7 +69,7 @@ def test_the_ports_are_those_of_either_end(variables: dict[str, str]) -> None:
     assert ports[port_name] == LauncherConfig.__dataclass_fields__["port"].default
 
 
-def test_pipelines_name_what_there_is() -> None:
+def test_pipelines_name_declared_components() -> None:
     collector = read(EXAMPLE / "collector.yaml")
     for pipeline in collector["service"]["pipelines"].values():
         for kind, names in pipeline.items():
@@ -105,5 +105,5 @@ def test_the_component_patches_the_base(variables: dict[str, str], tmp_path: Pat
         ["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, check=True
     ).stdout
     [deployment] = [one for one in yaml.safe_load_all(rendered) if one["kind"] == "Deployment"]
-    found = {one["name"]: one.get("value") for one in container_of(deployment)["env"]}
-    assert variables.items() <= found.items()
+    env = {one["name"]: one.get("value") for one in container_of(deployment)["env"]}
+    assert variables.items() <= env.items()

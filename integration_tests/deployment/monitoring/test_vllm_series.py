@@ -72,7 +72,7 @@ def test_every_query_gives_data(aliased: Watched) -> None:
         "vllm:num_preemptions_total * 0 / 0",
     ],
 )
-def test_what_nothing_answers_is_found(aliased: Watched, query: str) -> None:
+def test_expressions_without_data_are_reported(aliased: Watched, query: str) -> None:
     assert not any(map(math.isfinite, answer(aliased, query)))
 
 
@@ -82,8 +82,8 @@ def test_counts_under_both_names_agree(aliased: Watched) -> None:
         ("vllm:generation_tokens_total", "sum(tgi_request_generated_tokens_sum)"),
         ("vllm:e2e_request_latency_seconds_sum", "tgi_request_duration_sum"),
     ):
-        [found], [expected] = answer(aliased, vllms), answer(aliased, ours)
-        assert found == expected > 0, vllms
+        [actual], [expected] = answer(aliased, vllms), answer(aliased, ours)
+        assert actual == expected > 0, vllms
 
 
 def test_promtool_has_nothing_against_a_scrape_but_vllms_names(aliased: Watched) -> None:

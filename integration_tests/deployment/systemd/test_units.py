@@ -101,7 +101,7 @@ def test_our_own_rules() -> None:
 
 
 @pytest.mark.parametrize(("ours", "broken", "fault"), BROKEN)
-def test_our_own_rules_find_what_is_wrong(ours: str, broken: str, fault: str) -> None:
+def test_our_own_rules_report_violations(ours: str, broken: str, fault: str) -> None:
     assert ours in UNIT
     text = UNIT.replace(ours, broken.replace(r"\g<0>", ours))
     assert any(fault in one for one in faults(read_unit(text, VARIABLES)))

@@ -65,11 +65,11 @@ def read_unit(text: str, variables: str) -> Unit:
         if line and line[0] not in "#[":
             name, _, value = line.partition("=")
             settings.setdefault(name, []).append(value)
-    found = [(line, match) for line in variables.splitlines() if (match := _VARIABLE.fullmatch(line))]
+    matches = [(line, match) for line in variables.splitlines() if (match := _VARIABLE.fullmatch(line))]
     return Unit(
         settings,
-        {match[1]: match[2] for line, match in found if line[0] != "#"},
-        frozenset(match[1] for line, match in found if line[0] == "#"),
+        {match[1]: match[2] for line, match in matches if line[0] != "#"},
+        frozenset(match[1] for line, match in matches if line[0] == "#"),
     )
 
 

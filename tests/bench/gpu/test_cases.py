@@ -40,11 +40,11 @@ def test_steps_that_cannot_be_captured_are_measured_eagerly(
     monkeypatch.setattr(runners, "make_stream", lambda target: Refusing())
     target = make_target(tmp_path)
     speed.measure_decodes(target, "8b")
-    found = {each.key: each for each in read_results(target.path)}
-    captured = found["8b decode 1: steps are captured"]
+    results = {each.key: each for each in read_results(target.path)}
+    captured = results["8b decode 1: steps are captured"]
     assert (captured.value, captured.detail) == (False, REASON)
-    assert found["8b decode 1, eager: share of bandwidth"].value
-    assert any(key.startswith("8b decode 1, eager: kernel ") for key in found)
+    assert results["8b decode 1, eager: share of bandwidth"].value
+    assert any(key.startswith("8b decode 1, eager: kernel ") for key in results)
 
 
 @pytest.mark.slow
@@ -54,9 +54,9 @@ def test_steps_that_cannot_be_captured_are_compared_eagerly(
     monkeypatch.setattr(runners, "make_stream", lambda target: Refusing())
     target = make_target(tmp_path)
     steps.compare_captured(target, "8b")
-    found = {each.key: each.value for each in read_results(target.path)}
-    assert found["8b: steps of 2 rows are captured"] is False
-    assert found["8b: 4 eager steps, ahead and one by one"] is True
+    values = {each.key: each.value for each in read_results(target.path)}
+    assert values["8b: steps of 2 rows are captured"] is False
+    assert values["8b: 4 eager steps, ahead and one by one"] is True
 
 
 def test_code_that_is_compiled_again_is_counted(tmp_path: Path) -> None:
@@ -85,5 +85,5 @@ def test_summaries_of_the_sanitizer(summary: str, tmp_path: Path, monkeypatch: p
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     sanitizer.run_tool(make_target(tmp_path, "cuda"), "memcheck")
-    [found] = read_results(tmp_path / "results.jsonl")
-    assert (found.kind, found.value) == SUMMARIES[summary]
+    [result] = read_results(tmp_path / "results.jsonl")
+    assert (result.kind, result.value) == SUMMARIES[summary]

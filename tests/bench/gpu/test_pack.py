@@ -26,7 +26,7 @@ def test_names_of_kernels_are_those_of_the_package() -> None:
     assert compute_key(Path(triton.__file__).parent) == triton_key()
 
 
-def test_the_pack_has_what_the_machine_lacks() -> None:
+def test_the_pack_has_what_the_gpu_machine_lacks() -> None:
     names = set(list_names())
     assert {"llguidance", "grpcio-health-checking", "grpcio-reflection", "starlette", "uvicorn"} <= names
     assert names & read_machine() == VERSIONED

@@ -125,7 +125,7 @@ def test_failures_are_named(tmp_path: Path) -> None:
     assert "- speed: 8b decode: crashed: SIGSEGV" in report
 
 
-def test_again_runs_what_failed_and_what_has_no_end(tmp_path: Path) -> None:
+def test_a_second_run_repeats_failed_and_unfinished_cases(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     cases = {name: Recorder("kernels", name, 1, path) for name in ("good", "wrong", "lost", "hung")}
     cases["good"].check("bits are equal", True)

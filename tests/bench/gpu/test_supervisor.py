@@ -31,39 +31,39 @@ ENDS = {
 }
 
 
-def test_all_ends_come_home(tmp_path: Path) -> None:
+def test_all_outcomes_are_recorded(tmp_path: Path) -> None:
     cases = {name: make_case(name) for name in ENDS}
     cases["import_nothing"] = Case("import_nothing", "a_module_that_nobody_has:run", 20.0)
-    found = run_cases(tmp_path, [*cases.values()], libraries=["torch", "triton"])
+    results = run_cases(tmp_path, [*cases.values()], libraries=["torch", "triton"])
     for name, (outcome, reason) in ENDS.items():
-        *before, last = found[name]
+        *before, last = results[name]
         assert (last.kind, last.value) == ("outcome", outcome), name
         assert last.detail.startswith(reason), name
         has_begun = name != "import_nothing"
         assert [(each.key, each.value) for each in before] == [(FIGURE, 1.0)] * has_begun, name
-    assert "in break_memory" in found["break_memory"][-1].detail
-    assert "what it printed" in found["fail_an_assertion"][-1].detail
+    assert "in break_memory" in results["break_memory"][-1].detail
+    assert "what it printed" in results["fail_an_assertion"][-1].detail
     assert "what it printed" in (tmp_path / "logs.txt").read_text()
 
 
-def test_cases_that_do_not_end_come_home(tmp_path: Path) -> None:
+def test_outcomes_of_hanging_cases_are_recorded(tmp_path: Path) -> None:
     cases = [make_case("hang", 1.2), make_case("import_slowly", 1.2)]
-    found = run_cases(tmp_path, cases, num_parallel=2)
-    assert [(each.key, each.value) for each in found["hang"][:-1]] == [(FIGURE, 1.0)]
-    assert found["import_slowly"][:-1] == []
+    results = run_cases(tmp_path, cases, num_parallel=2)
+    assert [(each.key, each.value) for each in results["hang"][:-1]] == [(FIGURE, 1.0)]
+    assert results["import_slowly"][:-1] == []
     for name in ("hang", "import_slowly"):
-        last = found[name][-1]
+        last = results[name][-1]
         assert (last.kind, last.value) == ("outcome", "out of time")
         assert last.detail.startswith("ended after 1.2 s")
         assert f"in {name}" in last.detail, "where it hangs"
-    assert "time.sleep" not in found["hang"][-1].detail
-    assert "what its service logged" in found["hang"][-1].detail
+    assert "time.sleep" not in results["hang"][-1].detail
+    assert "what its service logged" in results["hang"][-1].detail
 
 
-def test_what_is_left_behind_is_ended(tmp_path: Path) -> None:
+def test_leftover_processes_are_ended(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    found = run_cases(tmp_path, [make_case("leave_services", 20.0, str(pids))])
-    last = found["leave_services"][-1]
+    results = run_cases(tmp_path, [make_case("leave_services", 20.0, str(pids))])
+    last = results["leave_services"][-1]
     assert (last.value, last.detail) == ("done", "2 processes were left behind, and are ended")
     left = [int(text) for text in pids.read_text().split()]
     assert len(left) == 2
@@ -72,9 +72,9 @@ def test_what_is_left_behind_is_ended(tmp_path: Path) -> None:
 
 def test_cases_without_time_are_not_begun_and_begin_if_the_budget_lasts(tmp_path: Path) -> None:
     cases = [make_case("hang", 1.0), make_case("work")]
-    found = run_cases(tmp_path, cases, seconds=1.0)
-    assert [each.value for each in found["work"]] == ["not begun", 1.0, "done"]
-    assert [each.attempt for each in found["work"]] == [1, 2, 2]
+    results = run_cases(tmp_path, cases, seconds=1.0)
+    assert [each.value for each in results["work"]] == ["not begun", 1.0, "done"]
+    assert [each.attempt for each in results["work"]] == [1, 2, 2]
 
 
 def test_the_pace_scales_all_times(tmp_path: Path) -> None:
@@ -85,16 +85,16 @@ def test_the_pace_scales_all_times(tmp_path: Path) -> None:
         Stage("last", 8.0, (make_case("hang", 90.0),)),
     ]
     course.run(stages, 60.0)
-    found = [each.detail.partition("\n")[0] for each in read_results(results) if each.kind == "outcome"]
-    assert found == ["ended after 0.6 s", "ended after 0.8 s"]
+    endings = [each.detail.partition("\n")[0] for each in read_results(results) if each.kind == "outcome"]
+    assert endings == ["ended after 0.6 s", "ended after 0.8 s"]
 
 
 def test_a_budget_ends_everything(tmp_path: Path) -> None:
     began = time.monotonic()
-    found = run_cases(tmp_path, [make_case("hang"), make_case("work")], budget=1.2)
+    results = run_cases(tmp_path, [make_case("hang"), make_case("work")], budget=1.2)
     assert time.monotonic() - began < 8
-    assert [each.value for each in found["hang"]] == [1.0, "out of time"]
-    assert [each.value for each in found["work"]] == ["not begun"]
+    assert [each.value for each in results["hang"]] == [1.0, "out of time"]
+    assert [each.value for each in results["work"]] == ["not begun"]
 
 
 @pytest.mark.parametrize("library", ["tests.support.slow_module", "a_module_that_nobody_has"])
@@ -115,8 +115,8 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def list_children(pid: int) -> list[int]:
     """Return the processes below one, according to the kernel."""
     texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    found = [int(word) for text in texts for word in text.split()]
-    return found + [each for child in found for each in list_children(child)]
+    children = [int(word) for text in texts for word in text.split()]
+    return children + [each for child in children for each in list_children(child)]
 
 
 def is_alive(pid: int) -> bool:
@@ -161,7 +161,7 @@ def test_the_last_attempt_that_began_counts(tmp_path: Path) -> None:
 
 
 def test_cases_are_fresh_processes_once_one_cannot_use_the_gpu(tmp_path: Path) -> None:
-    found = run_cases(tmp_path, [make_case("need_a_fresh_process"), make_case("need_a_fresh_process_too")])
-    first, second = found.values()
+    results = run_cases(tmp_path, [make_case("need_a_fresh_process"), make_case("need_a_fresh_process_too")])
+    first, second = results.values()
     assert [each.value for each in first] == ["failed", 1.0, "done"]
     assert [each.value for each in second] == [1.0, "done"]

@@ -54,9 +54,9 @@ def test_ids_in_and_out_and_the_times_of_a_call(router: Setup) -> None:
         rows = answer.split("likeliest\n")[1].split("\n\n")[0].splitlines()
         assert len(rows) == 20
         assert all(row.split()[0].isdecimal() for row in rows)
-        found = re.search(r"ms in the queue, first token after .* ms in total, (\d+) cached", answer)
-        assert found is not None
-        assert 0 < int(found[1]) < len(ids)
+        match = re.search(r"ms in the queue, first token after .* ms in total, (\d+) cached", answer)
+        assert match is not None
+        assert 0 < int(match[1]) < len(ids)
     tokens = run(router, "tokenize", text, "--token-ids").stdout.splitlines()
     assert [int(row.split()[0]) for row in tokens[1:]] == ids
 

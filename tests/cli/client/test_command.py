@@ -139,7 +139,7 @@ def ours(metadata: dict[str, str | bytes]) -> dict[str, str | bytes]:
 
 @pytest.mark.parametrize("command", ["generate", "stream"])
 @pytest.mark.parametrize(("given", "expected"), METADATA.items())
-def test_what_messages_do_not_have_is_metadata(
+def test_options_without_a_message_field_are_metadata(
     service: CannedService,
     target: str,
     command: str,
@@ -220,7 +220,7 @@ def test_details_end_with_the_times_of_the_call(command: list[str]) -> None:
     assert all(json.loads(each) for each in told.splitlines())
 
 
-def test_a_time_that_is_not_told_is_left_out() -> None:
+def test_a_missing_time_is_left_out() -> None:
     with serve(CannedService(trailers=(("tgis-cached-tokens", "0"),))) as address:
         assert run(address, "stream", "a", "--details").stdout.endswith("\n\n0 cached input tokens\n")
 
@@ -303,7 +303,7 @@ def test_a_call_ends_at_its_timeout() -> None:
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)
-def test_nobody_there_is_one_line(arguments: list[str]) -> None:
+def test_a_refused_connection_is_one_line(arguments: list[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         result = run(f"127.0.0.1:{free.getsockname()[1]}", *arguments)

@@ -79,7 +79,7 @@ def numbers(frame: str, name: str) -> list[float]:
     return [float(text) for text in re.findall(r"\d+\.?\d*", line.replace(",", ""))]
 
 
-def test_once_prints_what_happened_between_two_looks(router: Setup) -> None:
+def test_once_prints_the_difference_of_two_scrapes(router: Setup) -> None:
     router.shards[0].step_s = 0.05  # so that the stream outlasts a slow start of the command
     stream = router.stub.GenerateStream(request(150))
     next(stream)
@@ -115,12 +115,12 @@ def test_once_without_a_service_is_one_line() -> None:
         ("https://", "neither host and port nor an http or https URL"),
     ],
 )
-def test_what_is_no_target_is_told(target: str, reason: str) -> None:
+def test_an_invalid_target_is_reported(target: str, reason: str) -> None:
     with pytest.raises(ScrapeError, match=reason):
         scrape(Source(target, Trust()))
 
 
-def test_authorities_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+def test_unreadable_certificate_authorities_are_reported(tmp_path: Path) -> None:
     for name, reason in (("none", "No such file"), ("empty", "cannot be read")):
         (tmp_path / "empty").write_text("")
         with pytest.raises(ScrapeError, match=reason):
@@ -140,7 +140,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_whoever_answers_otherwise_is_told_in_one_line(kind: str) -> None:
+def test_an_unexpected_answer_is_one_line(kind: str) -> None:
     answer, reason = ANSWERS[kind]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

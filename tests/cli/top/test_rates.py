@@ -39,7 +39,7 @@ def test_quantiles_at_the_edges() -> None:
     assert quantile_of(0.5, [(1.0, 0.0), (2.0, 8.0), (4.0, 8.0), (math.inf, 8.0)]) == 1.5
 
 
-def test_a_window_sees_what_came_between() -> None:
+def test_a_window_counts_events_within_it() -> None:
     shown = metrics()
     shown.first_token_duration.observe(100.0)
     shown.request_failure.add("validation")

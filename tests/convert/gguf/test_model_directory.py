@@ -198,7 +198,7 @@ def read(directory: Path, name: str) -> Any:
     return json.loads((directory / name).read_text())
 
 
-def test_what_is_made_of_a_file(tmp_path: Path) -> None:
+def test_the_directory_made_from_a_file(tmp_path: Path) -> None:
     def add(writer: gguf.GGUFWriter) -> None:
         retoken(writer, 8)
         writer.kv_data[0].pop("tokenizer.ggml.token_type")

@@ -86,13 +86,13 @@ def test_sentencepiece_bpe(prefix: bool, tmp_path: Path) -> None:
 def plain_merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
     """Return all pairs of tokens that concatenate to a token, sorted by score and ids."""
     ids = {token: id for id, token in enumerate(tokens) if types[id] in (1, 4, 5)}
-    found = []
+    merges = []
     for token, id in ids.items():
         for i in range(1, len(token)):
             first, second = token[:i], token[i:]
             if first in ids and second in ids:
-                found.append((-scores[id], ids[first], ids[second], first, second))
-    return [(first, second) for *_, first, second in sorted(found)]
+                merges.append((-scores[id], ids[first], ids[second], first, second))
+    return [(first, second) for *_, first, second in sorted(merges)]
 
 
 def test_the_merges_of_a_sentencepiece_model(tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_the_merges_of_a_sentencepiece_model(tmp_path: Path) -> None:
     types[300:320] = [4] * 20
     scores = [max(score, -60.0) for score in scores]
     convert(tmp_path / "a.gguf", "llama", tokens, types, token_scores=scores, unk_token_id=0)
-    found = list_merges(GgufVocabulary(open_gguf([tmp_path / "a.gguf"]).metadata))
-    assert found == plain_merges(tokens, types, scores)
-    assert len(found) > 50
+    merges = list_merges(GgufVocabulary(open_gguf([tmp_path / "a.gguf"]).metadata))
+    assert merges == plain_merges(tokens, types, scores)
+    assert len(merges) > 50
 
 
 def test_sentencepiece_unigram(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_no_splitting_loses_text(name: str) -> None:
         assert pieces[-1][1][1] == len(text)
 
 
-def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_tokenizers_are_refused_by_name(tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("bert", {}, "tokenizer.ggml.model 'bert' is not supported; use one of: gpt2, llama, t5"),
         ("gpt2", {"tokenizer_pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not supported; use one of: "),

@@ -115,7 +115,7 @@ async def test_stuck_look_ups_end_and_leave_threads_for_others(group: Group) -> 
     assert await group.use("prompt-1") == ["p1"]
 
 
-async def test_what_was_used_last_stays(group: Group) -> None:
+async def test_the_most_recently_used_adapter_stays(group: Group) -> None:
     for i in (1, 2, 3, 1, 4):
         await group.use(f"prompt-{i}", f"adapter-{i}")
     await group.settle()

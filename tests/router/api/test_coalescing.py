@@ -51,7 +51,7 @@ def messages_of(data: bytes) -> Iterator[pb.GenerationResponse]:
         data = data[5 + length :]
 
 
-def test_who_reads_late_gets_several_tokens_in_a_message(router: Setup) -> None:
+def test_late_readers_get_several_tokens_in_a_message(router: Setup) -> None:
     """A client with a window of a few bytes gets little but the header until all tokens are generated."""
     details = pb.ResponseOptions(generated_tokens=True)
     request = single("girl", stopping=stopping(LENGTH, min_new_tokens=LENGTH), response=details)
@@ -96,7 +96,7 @@ def read_late(served: ServedHttp, body: Any, may_read: threading.Event) -> bytes
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_who_reads_late_over_http_too(n: int, tmp_path: Path) -> None:
+async def test_late_http_readers_get_coalesced_events(n: int, tmp_path: Path) -> None:
     """The answer has megabytes, more than the sockets of both ends hold."""
     async with scripted_chats(tmp_path, ChatFormats()) as chats:
         ids = chats.script("b a " * NUM_LONG, ends=False)[:NUM_LONG]
@@ -133,7 +133,7 @@ class Steps:
         return self._execute(request)
 
 
-async def test_who_reads_at_once_gets_each_token_at_once(tmp_path: Path) -> None:
+async def test_prompt_readers_get_each_token_at_once(tmp_path: Path) -> None:
     async with open_grpc(tmp_path) as served, asyncio.timeout(2 * LIMIT_S):
         steps = Steps(served.scene)
         details = pb.ResponseOptions(generated_tokens=True)

@@ -20,7 +20,7 @@ def limit() -> Iterator[int]:
 
 @pytest.mark.parametrize("num_files", [1024, 4096, 8192, 16_000])
 @pytest.mark.parametrize("num_http", [1, 64, 1024, 4000])
-def test_connections_fit_or_what_is_missing_is_told(limit: int, num_files: int, num_http: int) -> None:
+def test_too_few_file_descriptors_are_reported(limit: int, num_files: int, num_http: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, limit))
     config = RouterConfig(tokenizer_path="", http_api="openai", max_http_connections=num_http)
     shares = share_files(config)

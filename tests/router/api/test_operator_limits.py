@@ -69,8 +69,8 @@ async def test_openai_s_constraints(http: ServedHttp, is_set: bool) -> None:
 
 async def test_tgi(http: ServedHttp, is_set: bool) -> None:
     async def generate(**parameters: Any) -> str | None:
-        found = await refusal(http, "/generate", inputs="a", parameters={"max_new_tokens": 2, **parameters})
-        return found and found[0]
+        error = await refusal(http, "/generate", inputs="a", parameters={"max_new_tokens": 2, **parameters})
+        return error and error[0]
 
     most = 8 if is_set else 4
     assert await generate(stop=STOPS[:most]) is None

@@ -112,7 +112,7 @@ def test_another_file_than_the_tokenizer_s(tmp_path: Path, caplog: pytest.LogCap
         load_template(model, None, str(tmp_path / "none.json"))
 
 
-def test_what_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+def test_an_unusable_template_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff")
     write(tmp_path, bad_jinja="a\n{% for %}", large="x" * (2 << 20))
     causes = {

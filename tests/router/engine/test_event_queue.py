@@ -65,7 +65,7 @@ async def test_readers_have_turns_in_order() -> None:
     assert woken == [(first + number // MAX_WAKE_UPS_PER_TURN, number) for number in range(len(queues))]
 
 
-async def test_who_has_not_had_a_turn_gets_what_comes_meanwhile() -> None:
+async def test_a_waiting_reader_gets_all_events_so_far() -> None:
     wake_ups = WakeUps()
     queues = [EventQueue(wake_ups.wake) for _ in range(MAX_WAKE_UPS_PER_TURN + 1)]
     readers = [asyncio.ensure_future(anext(queue)) for queue in queues]

@@ -220,7 +220,7 @@ async def test_adapters_are_those_that_the_lease_names(scene: Scene) -> None:
     scene.handle.release(claim_id)
 
 
-async def test_a_cancelled_wait_gives_back_what_it_waited_for(scene: Scene) -> None:
+async def test_a_cancelled_wait_releases_its_reservation(scene: Scene) -> None:
     """Cancel calls at random times, before or after the engine has answered."""
     r = random.Random(2)
     for _ in range(20):
@@ -330,11 +330,11 @@ async def test_siblings_survive_a_loss_of_the_shards(scene: Scene) -> None:
 async def test_salts_never_share(scene: Scene) -> None:
     salts = [CacheSalt(), CacheSalt("a"), CacheSalt("", b"a"), CacheSalt("a", b"a"), CacheSalt("b", b"a")]
     claim_id = await scene.handle.acquire(1)
-    found = [
+    counts = [
         num_cached(await read(scene, claim_id, spec(length=2, cache_salt=salt), None))
         for salt in (*salts, *salts)
     ]
-    assert found == [0] * 5 + [BLOCK_SIZE] * 5
+    assert counts == [0] * 5 + [BLOCK_SIZE] * 5
     both = (CacheSalt("c"), CacheSalt("d"))  # concurrently, with one claim
     outcomes = await asyncio.gather(
         *(read(scene, claim_id, spec(length=2, cache_salt=salt), None) for salt in both)
@@ -346,12 +346,12 @@ async def test_salts_never_share(scene: Scene) -> None:
 async def test_virtual_tokens_are_not_among_the_cached(scene: Scene) -> None:
     claim_id = await scene.handle.acquire(1)
     adapters = await scene.handle.lease(claim_id, "prompt-1", None, "an-id")
-    found = [num_cached(await read(scene, claim_id, spec(adapters=adapters), None)) for _ in range(2)]
+    counts = [num_cached(await read(scene, claim_id, spec(adapters=adapters), None)) for _ in range(2)]
     resumed = spec(length=LENGTH, adapters=adapters)
     known = tuple(expected((PAD,) * 3 + PROMPT, digests=join_digests("", "p1"))[:12])
-    found.append(num_cached(await read(scene, claim_id, resumed, None, Progress([*known], True))))
+    counts.append(num_cached(await read(scene, claim_id, resumed, None, Progress([*known], True))))
     scene.handle.release(claim_id)
-    assert found == [0, BLOCK_SIZE - 3, len(PROMPT)]  # generated tokens do not count as input tokens
+    assert counts == [0, BLOCK_SIZE - 3, len(PROMPT)]  # generated tokens do not count as input tokens
 
 
 async def test_an_encoder_s_input_is_cached_whole(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_streams_go_on_when_the_shards_come_back(pair: Setup) -> None:
     assert "ERROR" not in pair.service.output, "nothing is left behind that the interpreter complains about"
 
 
-def test_a_router_that_is_told_to_give_up_ends_all_calls_with_a_reason(pair: Setup) -> None:
+def test_a_router_without_shards_ends_all_calls_with_a_reason(pair: Setup) -> None:
     """Expect the router to exit afterwards."""
     streams = Streams(pair, step_s=0.2)
     pair.servers[1].stop()
@@ -125,7 +125,7 @@ def with_a_top_token_too_few(response: pb.StepResponse) -> bytes:
     return frame(response)
 
 
-def with_a_token_that_is_none(response: pb.StepResponse) -> bytes:
+def with_an_invalid_token(response: pb.StepResponse) -> bytes:
     response.token_ids = column([-1] * len(response.ended))
     return frame(response)
 
@@ -143,12 +143,12 @@ GARBAGE: dict[str, Callable[[pb.StepResponse], bytes]] = {
     "columns that do not fit": changed(rows=b"garbage"),
     "an unknown row": changed(rows=b"abcd", token_ids=b"efgh", ended=b"i"),
     "top tokens that are not there": with_a_top_token_too_few,
-    "no token": with_a_token_that_is_none,
+    "no token": with_an_invalid_token,
     "a token too many": with_tokens_twice,
 }
 
 
-def test_what_is_no_answer_is_a_lost_link(tmp_path: Path) -> None:
+def test_an_invalid_answer_is_a_lost_link(tmp_path: Path) -> None:
     """Send each kind of invalid answer in turn, under live streams."""
     setup = start_router(tmp_path, 1)
     shard, baseline = setup.shards[0], warm_up(setup)
@@ -304,12 +304,12 @@ def test_a_request_that_always_kills_the_shards_ends(pair: Setup) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         pair.stub.Generate(batch("kill"))
     assert caught.value.code() is grpc.StatusCode.INTERNAL
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"Request failed during generation: internal error, request ([0-9a-f]{16})", caught.value.details()
     )
-    assert found is not None
-    pair.service.wait_for_line(f"request {found[1]} failed: the shards crash whenever they compute it", 5)
-    pair.service.wait_for_line(f"request_id={found[1]} ", 5)  # the log line of the call itself
+    assert match is not None
+    pair.service.wait_for_line(f"request {match[1]} failed: the shards crash whenever they compute it", 5)
+    pair.service.wait_for_line(f"request_id={match[1]} ", 5)  # the log line of the call itself
     assert pair.stub.Generate(batch("a longer text that does no harm")).responses
 
 

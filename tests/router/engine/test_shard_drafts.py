@@ -144,7 +144,7 @@ class Outcome:
 
 
 @pytest.mark.parametrize("num_blocks", [200, 24])
-def test_clients_see_what_they_would_see_without_drafts(tokenizer: Tokenizer, num_blocks: int) -> None:
+def test_clients_get_the_same_output_without_drafts(tokenizer: Tokenizer, num_blocks: int) -> None:
     plain = Outcome(tokenizer, None, num_blocks, "")
     whole = "".join(event.text for event in plain.events[0])
     for stop in ("", whole[len(whole) // 2 :][:3]):

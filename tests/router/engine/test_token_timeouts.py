@@ -60,15 +60,15 @@ class Happening(NamedTuple):
 
 
 def draw_happenings(r: random.Random) -> list[Happening]:
-    at, found = 0.0, list[Happening]()
+    at, happenings = 0.0, list[Happening]()
     for _ in range(r.randint(0, 30)):
         at += r.choice([0.1, 1.0, 3.0]) * r.random()
-        found.append(Happening(at, "token"))
+        happenings.append(Happening(at, "token"))
         if r.random() < 0.1:
-            found.append(Happening(at + 0.01, "loss"))
+            happenings.append(Happening(at + 0.01, "loss"))
             at += 5 * r.random() + 0.02
-            found.append(Happening(at, "return"))
-    return found
+            happenings.append(Happening(at, "return"))
+    return happenings
 
 
 def find_late(happenings: list[Happening], first: float | None, further: float | None) -> tuple[float, bool]:

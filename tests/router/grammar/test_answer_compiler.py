@@ -81,7 +81,7 @@ async def text_of(grammars: GrammarCompiler, asked: Guided) -> str:
     return grammar.text
 
 
-async def test_schemas_that_are_not_strict_may_have_what_is_not_supported(grammars: GrammarCompiler) -> None:
+async def test_schemas_without_strict_may_use_unsupported_keywords(grammars: GrammarCompiler) -> None:
     schema = {**OBJECT, "properties": {"a": {"type": "string"}}, "not": {"required": ["b"]}}
     grammar = await text_of(grammars, guided(schema, is_strict=False))
     call = '<call>\n{"name": "f0", "arguments": {"a": %s}}\n</call>'

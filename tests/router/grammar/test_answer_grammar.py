@@ -72,7 +72,7 @@ def test_every_answer_follows_its_rules(name: str, kind: str, is_required: bool)
 
 
 @forms
-def test_what_models_write_is_allowed(name: str, kind: str) -> None:
+def test_grammars_allow_the_output_of_models(name: str, kind: str) -> None:
     (_, token_id), form = KINDS[kind], FORMATS[name]
     grammars = {
         (is_required, several, thinks): COMPILER.compile(

@@ -82,7 +82,9 @@ def test_free_text_has_no_constraint(decoding: pb.DecodingParameters) -> None:
         (Decoding(grammar=HUGE + "a"), "grammar must not be more than 65536 UTF8 bytes"),
     ],
 )
-def test_what_needs_no_compiling_is_refused_at_once(decoding: pb.DecodingParameters, text: str) -> None:
+def test_errors_visible_before_compilation_are_refused_at_once(
+    decoding: pb.DecodingParameters, text: str
+) -> None:
     with pytest.raises(RequestError) as error:
         read_constraint(read_guided(decoding), MAX_BYTES)
     assert str(error.value) == text
@@ -205,7 +207,7 @@ async def test_choices_are_taken_literally(grammars: GrammarCompiler) -> None:
             assert matches(grammar, text) == (text in words)
 
 
-async def test_the_most_and_the_longest_choices(grammars: GrammarCompiler) -> None:
+async def test_the_maximum_number_and_length_of_choices(grammars: GrammarCompiler) -> None:
     words = [f"{i * 7919 % MAX_CHOICES:08x}" for i in range(MAX_CHOICES)]
     grammar = await compile_text(grammars, choice(*words))
     assert matches(grammar, words[1234])

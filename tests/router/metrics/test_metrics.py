@@ -256,7 +256,7 @@ def test_kinds_of_calls(lost: Setup) -> None:
     assert changed.of("tgi_request_input_count") == 5
 
 
-def test_what_a_finished_input_adds(lost: Setup) -> None:
+def test_metrics_of_a_finished_input(lost: Setup) -> None:
     changed = Difference(lost)
     num_inputs = len(lost.tokenizer.encode(PROMPT).ids)
     criteria = pb.StoppingCriteria(max_new_tokens=100, min_new_tokens=30)

@@ -104,7 +104,7 @@ def test_nothing_is_left(watched: tuple[Setup, dict[str, float]], end: str, kind
     assert len(setup.shards[0].model.rows) == 1, "the row of the last call, which the next step will close"
 
 
-def test_what_is_refused_takes_nothing(watched: tuple[Setup, dict[str, float]]) -> None:
+def test_refused_calls_hold_no_resources(watched: tuple[Setup, dict[str, float]]) -> None:
     setup, baseline = watched
     before = scrape(setup.http)[CREATED]
     for kind in KINDS:

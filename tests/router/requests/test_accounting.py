@@ -44,15 +44,15 @@ def lines(setup: Setup, count: int) -> list[dict[str, object]]:
     deadline = time.monotonic() + 5
     while True:
         records = [json.loads(line) for line in setup.service.lines if line.startswith("{")]
-        found = [record for record in records if "request_id" in record]
-        if len(found) >= count:
-            assert len(found) == count, found
-            return found
+        matching = [record for record in records if "request_id" in record]
+        if len(matching) >= count:
+            assert len(matching) == count, matching
+            return matching
         assert time.monotonic() < deadline, setup.service.output
         time.sleep(0.02)
 
 
-def test_what_the_prefix_cache_had_is_counted_once_per_input() -> None:
+def test_cached_tokens_are_counted_once_per_input() -> None:
     metrics = Metrics(MetricLimits(64, 64, 1))
     call = read_batch(batch("a", "b", "c"))
     timings = Timings(queue_s=0.0, first_token_s=None, total_s=0.1)

@@ -33,8 +33,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setup, d
 
 def records(setup: Setup) -> list[tuple[str, str]]:
     """Return the logger and the level of each warning and error about a call."""
-    found = [json.loads(line) for line in setup.service.lines if line.startswith("{")]
-    told = [(str(each["logger"]).rpartition(".")[2], each["level"]) for each in found]
+    entries = [json.loads(line) for line in setup.service.lines if line.startswith("{")]
+    told = [(str(each["logger"]).rpartition(".")[2], each["level"]) for each in entries]
     return [each for each in told if each[0] in LOGGERS and each[1] != "INFO"]
 
 

@@ -97,8 +97,8 @@ def test_equal_correlation_ids_are_no_keys(setup: Setup) -> None:
         )
     assert all(answer == expected for answer in calls)
     deadline = time.monotonic() + 10
-    while len(found := [line for line in setup.service.lines if "the same" in line]) < 9:
+    while len(matching := [line for line in setup.service.lines if "the same" in line]) < 9:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert len({line.split("request_id")[1][:22] for line in found}) == 9
+    assert len({line.split("request_id")[1][:22] for line in matching}) == 9
     assert "the same " * 15 not in setup.service.output

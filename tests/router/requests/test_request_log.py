@@ -96,7 +96,7 @@ def finish(
         input_log.add(output(texts[-1], len(texts), reason))
 
 
-def test_a_line_says_what_was_asked_for_and_how_it_went(lines: Lines) -> None:
+def test_a_line_has_the_request_and_its_outcome(lines: Lines) -> None:
     params = pb.Parameters(
         method=pb.SAMPLE,
         sampling=pb.SamplingParameters(temperature=0.7, top_k=5, top_p=0.9, seed=3),
@@ -144,7 +144,7 @@ def test_a_line_says_what_was_asked_for_and_how_it_went(lines: Lines) -> None:
     }
 
 
-def test_what_is_absent_is_not_said(lines: Lines) -> None:
+def test_absent_fields_are_not_logged(lines: Lines) -> None:
     log = CallLog(call_of(single()))
     log.accept()
     with log.input(0, GREEDY) as input_log:
@@ -282,7 +282,7 @@ def test_failures(lines: Lines, error: RouterError, code: str) -> None:
     assert "validation_time_ms" not in lines.objects[0]
 
 
-def test_the_cause_of_an_unforeseen_error_is_not_told(lines: Lines) -> None:
+def test_the_cause_of_an_unexpected_error_is_not_shown(lines: Lines) -> None:
     log = CallLog(call_of(single()))
     log.accept()
     with suppress(ValueError), log.input(0, GREEDY):
@@ -315,7 +315,7 @@ async def test_an_input_that_is_left_was_cancelled(lines: Lines) -> None:
     assert not {"queue_time_ms", "cached_tokens"} & lines.objects[0].keys()
 
 
-def test_what_follows_the_end_is_not_logged(lines: Lines) -> None:
+def test_events_after_the_end_are_not_logged(lines: Lines) -> None:
     log = CallLog(call_of(single()))
     log.accept()
     with suppress(asyncio.CancelledError), log, log.input(0, GREEDY) as input_log:
@@ -395,7 +395,7 @@ def test_unknown_values_of_parameters(lines: Lines) -> None:
     assert lines.objects[0]["params"] == "method=77, temperature=nan, top_p=-inf, format=JSON"
 
 
-def test_a_line_nobody_reads_is_cheap(lines: Lines) -> None:
+def test_an_unread_log_line_is_cheap(lines: Lines) -> None:
     logging.getLogger("tgis.router.requests.request_log").setLevel(logging.CRITICAL)
     request, rounds = batch("text" * 1000), 2000
     last = output("x", 1, StopReason.MAX_TOKENS)

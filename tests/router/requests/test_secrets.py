@@ -74,8 +74,8 @@ def send_garbage(setup: Setup) -> str:
 
 
 def scrape(setup: Setup) -> str:
-    with urllib.request.urlopen(f"{setup.http}/metrics", timeout=10) as found:
-        return found.read().decode()
+    with urllib.request.urlopen(f"{setup.http}/metrics", timeout=10) as response:
+        return response.read().decode()
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -292,7 +292,7 @@ def test_an_error_over_http_becomes_the_status_that_the_client_gets(
         assert SECRET.encode() not in read.SerializeToString()
 
 
-def test_what_ends_an_answer_over_http_that_has_begun(collector: tuple[Collector, str]) -> None:
+def test_span_of_an_http_answer_that_fails_midway(collector: tuple[Collector, str]) -> None:
     """Expect status 200 for a stream that has begun, and none for a client that left before its answer."""
     servicer, address = collector
     tracing = open_tracing(address, "s")
@@ -426,7 +426,7 @@ def test_two_parents_are_none(collector: tuple[Collector, str]) -> None:
     assert read.parent_span_id == b""
 
 
-def test_what_the_caller_does_not_sample_is_not_sent(collector: tuple[Collector, str]) -> None:
+def test_unsampled_traces_are_not_sent(collector: tuple[Collector, str]) -> None:
     servicer, address = collector
     tracing = open_tracing(address, "s")
     one_call(tracing, traceparent=TRACEPARENT[:-1] + "0")

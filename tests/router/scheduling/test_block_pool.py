@@ -51,7 +51,7 @@ def test_a_block_published_short_is_found_as_the_end_of_just_its_tokens() -> Non
         assert pool.match((), longer_or_shorter)[0] == blocks[:1]
 
 
-def test_what_does_not_fit_changes_nothing() -> None:
+def test_a_failed_allocation_changes_nothing() -> None:
     pool = BlockPool(3, 1)
     blocks = allocate(pool, 2)
     publish_all(pool, (), [5, 6], blocks)

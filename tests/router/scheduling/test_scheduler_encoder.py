@@ -50,7 +50,7 @@ def test_an_opened_row_carries_its_input_and_its_blocks() -> None:
     assert scheduler.pool.num_used == 4
 
 
-def test_what_is_too_large_for_the_rest_of_the_budget_waits_for_a_step_of_its_own() -> None:
+def test_an_input_above_the_remaining_budget_waits_for_its_own_step() -> None:
     scheduler = Scheduler(BlockPool(100, 4), max_sequences=8)
     for size in (3, 4, 30, 5, 6):
         scheduler.add(sequence(*range(size)))

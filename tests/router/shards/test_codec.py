@@ -40,7 +40,7 @@ def response(**columns: Any) -> pb.StepResponse:
     return pb.StepResponse(step_id=6, ended=ended, top_tokens=top, **packed)
 
 
-def test_the_step_has_ids_or_the_most_of_each_row() -> None:
+def test_the_step_has_ids_or_the_maximum_of_each_row() -> None:
     step = make_step(DRAFTS)
     message = encode_step(step)
     assert integers(message.num_drafts) == [2, 0, 0, 0]

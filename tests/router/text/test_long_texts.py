@@ -81,7 +81,7 @@ def test_connections_take_turns(setup: Setup) -> None:
     assert ended.index("second") <= 2
 
 
-def test_what_waits_is_bounded(setup: Setup) -> None:
+def test_waiting_texts_are_bounded(setup: Setup) -> None:
     text = "a" * (MAX_MESSAGE - 1000)
     failures = scrape(setup.http).get(REFUSALS, 0)
     num_queued = MAX_QUEUED_BYTES // len(text)

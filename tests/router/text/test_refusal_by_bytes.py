@@ -67,7 +67,7 @@ def too_long_with(minimum: int, shown: int | str) -> str:
     return f"{sums} must be <= {MAX_SEQUENCE_LENGTH}"
 
 
-def test_what_just_fits_is_served(router: Setup) -> None:
+def test_an_input_of_exactly_the_limit_is_served(router: Setup) -> None:
     for num_tokens, min_new in ((199, 0), (199, 1), (140, 60)):
         [response] = generate(router, [LONGEST * num_tokens], min_new)
         assert (response.input_token_count, response.generated_token_count) == (num_tokens, max(min_new, 1))

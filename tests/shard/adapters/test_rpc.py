@@ -123,7 +123,7 @@ def served(one: Served) -> Served:
     return one
 
 
-def test_what_is_found(served: Served) -> None:
+def test_find_returns_a_description(served: Served) -> None:
     expected = pb.FindResponse(
         kind=pb.CONTENT_KIND_PROMPT,
         digest="digest of a/b",

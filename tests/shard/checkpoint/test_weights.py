@@ -164,7 +164,7 @@ def header(**offsets: list[int]) -> bytes:
         (4).to_bytes(8, "little") + b"nope",
     ],
 )
-def test_names_a_file_whose_header_lies(content: bytes, tmp_path: Path) -> None:
+def test_names_a_file_with_an_inconsistent_header(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     assert fail(tmp_path).startswith(f"{file} cannot be read: it is truncated or damaged: ")

@@ -216,7 +216,7 @@ def test_scoring_options(scoring: dict[str, Any], block_size: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPES["odd_sizes"], SHAPES["plain"]])
-def test_reads_what_was_written(shape: Shape) -> None:
+def test_reads_written_keys_and_values(shape: Shape) -> None:
     """The CPU's layout of pages differs, but the values read are the same."""
     scene, other = TorchScene(shape, [70, 50], num_layers=2), Scene(shape, [70, 50], num_layers=2)
     layout = scene.layout([(0, 70), (0, 50)], [0, 1])

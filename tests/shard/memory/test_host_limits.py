@@ -52,7 +52,7 @@ def test_memory_left(tmp_path: Path, files: dict[str, str], left: int) -> None:
     assert HostMemory(write(tmp_path, files)).memory_left() == left
 
 
-def test_the_peak_of_what_this_process_uses() -> None:
+def test_the_peak_memory_of_this_process() -> None:
     HostMemory().release_memory()
     before, used = HostMemory().begin_peak(), HostMemory().memory_used()
     block = np.ones(64 * MIB, np.uint8)

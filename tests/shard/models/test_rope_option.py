@@ -154,7 +154,7 @@ def test_other_refusals(models: Models, tmp_path: Path) -> None:
         engine_choice.choose(tmp_path, settings, None, 1, False, rope=RopeOption("dynamic", 2.0))
 
 
-def test_what_the_options_mean(models: Models) -> None:
+def test_meaning_of_the_options(models: Models) -> None:
     plain = ModelOptions()
     assert read_rope_option(plain) is None
     assert read_rope_option(replace(plain, rope_factor=2.0)) == RopeOption("linear", 2.0)

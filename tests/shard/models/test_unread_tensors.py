@@ -313,7 +313,7 @@ def test_through_transformers(family: str, written: Written, tmp_path: Path) -> 
     )
 
 
-def test_through_transformers_what_nobody_knows(tmp_path: Path) -> None:
+def test_unknown_tensors_through_transformers(tmp_path: Path) -> None:
     write_model(tmp_path, transformers.CohereConfig(**SMALL))
     load_through_transformers(tmp_path)
     copy(tmp_path, tmp_path, {"model.layers.0.extra.weight": torch.zeros(2, 3)})

@@ -130,7 +130,7 @@ def test_tensors_that_no_layer_reads_are_refused(tmp_path: Path) -> None:
         load(quantized, ProcessGroup(0, 1))
 
 
-def test_memory_is_that_of_what_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_the_loaded_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, quantized = write("llama_grouped_queries", tmp_path)
     elements, settings = count_elements(plain), read_config(quantized)
     choice = engine_choice.choose(quantized, settings, None, 1, trust_remote_code=False)

@@ -92,7 +92,7 @@ def test_a_machine_without_the_instruction_answers_the_same(model_path: Path) ->
     assert answers[0] == answers[1]
 
 
-def test_what_is_replaced_is_told(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_kernels_are_reported(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "is_exact", lambda pack: False)
     monkeypatch.setattr(kernels, "MULTIPLY_PAIRS", object())
     plan = prepare(configure(model_path, cpu_arithmetic="bfloat16", cpu_amx="off"))

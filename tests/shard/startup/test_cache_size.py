@@ -248,7 +248,7 @@ def test_a_cache_that_shrinks_below_one_request_is_refused() -> None:
         size_cache(Device(int(taken * MIB / 0.98)), Costs(other_graph=cost))
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_the_part_that_does_not_fit_is_named() -> None:
     with pytest.raises(
         ModelTooLargeError,
         match=r"the GPU has too little memory for the largest step \(512 tokens\) or for the c",
@@ -304,7 +304,7 @@ def test_graphs_share_the_memory_of_the_first_one() -> None:
     assert extrapolate_graphs(-3, -5, 24) == 0, "memory that other processes released"
 
 
-def test_what_is_missing() -> None:
+def test_the_missing_memory_is_reported() -> None:
     budget = MemoryBudget(
         left=1000, step=100, num_ranks=2, cache_fraction=1, adapter_bytes=30, graphs=50, margin=20
     )

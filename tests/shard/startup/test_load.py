@@ -253,9 +253,7 @@ def test_the_cache_gets_a_share_of_what_the_largest_step_leaves(
     assert info.num_blocks == pytest.approx(expected, abs=MIB / 4 / block_bytes)
 
 
-def test_what_prompts_and_adapters_may_take_must_be_there(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reserved_adapter_memory_must_be_available(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostMemory, "memory_left", lambda _: 160 * MIB)
     held = {"prefix_store_path": "/nowhere", "prompt_cache_size_mb": 175, "adapter_cache_size_mb": 30}
     with pytest.raises(ModelTooLargeError, match=r"soft prompts and adapters may take 0\.20 GiB"):

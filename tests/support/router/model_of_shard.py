@@ -167,10 +167,10 @@ class ModelOfShard:
             errors=[pb.RowError(row=row, message="refused") for row in refused],
         )
         if self.logprob_of is not None:
-            self._tell_logprobs(response)
+            self._write_logprobs(response)
         return response
 
-    def _tell_logprobs(self, response: pb.StepResponse) -> None:
+    def _write_logprobs(self, response: pb.StepResponse) -> None:
         """Write the log-probabilities. Top tokens are the lowest token ids; their number is the largest in
         any row's request."""
         assert self.logprob_of is not None

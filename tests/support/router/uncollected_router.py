@@ -9,7 +9,7 @@ from tgis.cli.main import main
 from tgis.router.requests.request_log import CallLog
 
 
-def print_what_is_left(*_: object) -> None:
+def print_remaining_objects(*_: object) -> None:
     """Print the numbers of objects created since the start that still exist: call logs, which refer to their
     messages, and exceptions, which refer to frames."""
     kept = (each for each in gc.get_objects() if isinstance(each, CallLog | BaseException))
@@ -23,5 +23,5 @@ def collect_nothing(generation: int = 2) -> int:
 if __name__ == "__main__":
     gc.disable()
     gc.collect = collect_nothing
-    signal.signal(signal.SIGUSR2, print_what_is_left)
+    signal.signal(signal.SIGUSR2, print_remaining_objects)
     main()

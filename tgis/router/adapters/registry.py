@@ -279,17 +279,17 @@ class AdapterLease:
     ) -> AdapterEntry:
         began = time.monotonic()
         try:
-            found = await self.registry.find(kind, adapter_id)
+            adapter = await self.registry.find(kind, adapter_id)
         except AdapterCallError as error:
             if error.code is grpc.StatusCode.NOT_FOUND:
                 raise NotFoundError(error.details) from error
             raise self._refusal(kind, adapter_id, error, error.details) from error
-        if found.kind is not kind and self.adapter_id is not None:
-            self.registry.residency.forget(found)
+        if adapter.kind is not kind and self.adapter_id is not None:
+            self.registry.residency.forget(adapter)
             cause = "it is an adapter, but adapter_id names one too"
             raise RequestError(_text(kind, adapter_id, cause), FIELDS[kind])
         try:
-            return await self.registry.load(found, kind, adapter_id, began)
+            return await self.registry.load(adapter, kind, adapter_id, began)
         except AdapterCallError as error:
             if error.code is not grpc.StatusCode.NOT_FOUND or is_second_try:
                 raise self._refusal(

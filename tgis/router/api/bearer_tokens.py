@@ -39,8 +39,8 @@ class BearerTokens:
         The time taken does not depend on how much of the token is right."""
         self._reload_if_changed()
         digest = _digest(token)
-        found = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(digest, known)]
-        return found[0] if found else None
+        matches = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(digest, known)]
+        return matches[0] if matches else None
 
     def _reload_if_changed(self) -> None:
         now = time.monotonic()

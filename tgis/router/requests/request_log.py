@@ -187,11 +187,11 @@ class InputLog:
 def correlation_id(metadata: Metadata, api: ApiRules) -> str:
     """Return the client's correlation id, shortened, or a fixed word if it is missing or unreadable. Over
     HTTP, `x-request-id` replaces a missing `x-correlation-id`."""
-    found: dict[str, str | bytes] = {}
+    ids: dict[str, str | bytes] = {}
     for key, value in metadata:
         if key in ("x-correlation-id", "x-request-id"):
-            found.setdefault(key, value)
-    given = found.get("x-correlation-id", NO_ID if api.rpc_service else found.get("x-request-id", NO_ID))
+            ids.setdefault(key, value)
+    given = ids.get("x-correlation-id", NO_ID if api.rpc_service else ids.get("x-request-id", NO_ID))
     if isinstance(given, bytes) or not (given.isascii() and given.isprintable()):
         return UNREADABLE_ID
     return given[:MAX_ID_CHARS]

@@ -100,14 +100,14 @@ class ShardClient:
     async def find(self, kind: AdapterKind, adapter_id: str, timeout_s: float) -> AdapterInfo:
         """Find an adapter by its id on the first rank. Raises AdapterCallError and ShardsLostError."""
         request = pb.FindRequest(kind=pb.ContentKind.Name(kind.value), id=adapter_id)
-        [found] = answers = await self._ask("Find", request, timeout_s, [0])
+        [adapter] = answers = await self._ask("Find", request, timeout_s, [0])
         _raise_worst(answers)
         return AdapterInfo(
-            AdapterKind(found.kind),
-            found.digest,
-            found.num_decoder_tokens,
-            found.num_encoder_tokens,
-            found.num_bytes,
+            AdapterKind(adapter.kind),
+            adapter.digest,
+            adapter.num_decoder_tokens,
+            adapter.num_encoder_tokens,
+            adapter.num_bytes,
         )
 
     async def load(self, digest: str, timeout_s: float) -> None:

@@ -66,19 +66,19 @@ class AdapterServicer(ShardServiceServicer):
     def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
         with self._aborting(context):
             failpoints.hit("shard.before_find", lambda: [f"id={request.id}"])
-            found = self._store.find(KINDS[request.kind], request.id)
+            adapter = self._store.find(KINDS[request.kind], request.id)
             loaded = self._adapters.digests
-            if found.digest not in loaded and not context.is_active():  # the router will never unload it
-                self._artifacts.remove([found.digest])
+            if adapter.digest not in loaded and not context.is_active():  # the router will never unload it
+                self._artifacts.remove([adapter.digest])
             if time.monotonic() - self._swept_at > SWEEP_INTERVAL_S:
                 self._swept_at = time.monotonic()
                 self._artifacts.sweep(loaded)
         return pb.FindResponse(
-            kind=NUMBERS[found.kind],
-            digest=found.digest,
-            num_decoder_tokens=found.num_decoder_tokens,
-            num_encoder_tokens=found.num_encoder_tokens,
-            num_bytes=found.num_bytes,
+            kind=NUMBERS[adapter.kind],
+            digest=adapter.digest,
+            num_decoder_tokens=adapter.num_decoder_tokens,
+            num_encoder_tokens=adapter.num_encoder_tokens,
+            num_bytes=adapter.num_bytes,
         )
 
     @_on_own_threads(MAX_LOADS, "load")

@@ -248,19 +248,19 @@ async def test_no_random_value_gets_further_than_a_refusal(served: ServedGrpc) -
     for _ in range(3000):
         key, text = r.choice(list(KEYS)), "".join(r.choices(pieces, k=r.randint(0, 9)))
         value = text.encode() if key.endswith("-bin") else text
-        found = read_metadata([(key, value)])
-        assert bool(found.refusal) != (key in found.values)
-        assert not found.refusal or found.refusal.startswith(f"{key}: ")
-        if key in ("tgis-min-p", "tgis-presence-penalty") and not found.refusal:
-            assert found.values[key] == float(text)
+        metadata = read_metadata([(key, value)])
+        assert bool(metadata.refusal) != (key in metadata.values)
+        assert not metadata.refusal or metadata.refusal.startswith(f"{key}: ")
+        if key in ("tgis-min-p", "tgis-presence-penalty") and not metadata.refusal:
+            assert metadata.values[key] == float(text)
             assert re.fullmatch("[-+.eE0-9]+", text)
-        if key == "tgis-stop-token-ids" and not found.refusal:
-            assert ",".join(map(str, found.values[key])) == re.sub(r"\b0+(?=\d)", "", text)
+        if key == "tgis-stop-token-ids" and not metadata.refusal:
+            assert ",".join(map(str, metadata.values[key])) == re.sub(r"\b0+(?=\d)", "", text)
         if r.random() < 0.05 and text.isascii() and text.isprintable():
             code, told = await status_of(
                 served.stub.Generate(batch("5", stopping=stopping(1)), metadata=[(key, value)])
             )
-            assert (code, told) == ((INVALID, found.refusal) if found.refusal else (OK, ""))
+            assert (code, told) == ((INVALID, metadata.refusal) if metadata.refusal else (OK, ""))
 
 
 @on_the_fixtures_loop
@@ -330,7 +330,7 @@ async def test_as_many_biases_as_are_allowed_fit_the_default_limit(tmp_path: Any
         assert dict(spec.sampling.logit_bias) == biases
 
 
-def test_the_log_has_the_keys_without_what_is_secret_or_long() -> None:
+def test_the_log_omits_secret_and_long_keys() -> None:
     headers: Headers = [
         ("x", "y"),
         ("tgis-logit-bias", "17:-100,42:1.5"),
@@ -366,7 +366,7 @@ def test_rules_hold_for_every_api(params: dict[str, Any], text: str) -> None:
         check_parameters(Parameters(**params), FMAAS, LIMITS, frozenset({1}), 50)
 
 
-def test_what_an_api_does_not_set_is_off() -> None:
+def test_parameters_unset_by_an_api_are_off() -> None:
     checked = check_parameters(Parameters(), FMAAS, LIMITS, frozenset({1}), 50).spec
     assert checked.sampling == Sampling()
     assert checked.stopping.eos_token_ids == {1}
@@ -389,7 +389,7 @@ RAW = [
 
 
 @on_the_fixtures_loop
-async def test_what_no_client_library_sends(served: ServedGrpc) -> None:
+async def test_metadata_that_no_client_library_sends(served: ServedGrpc) -> None:
     """The library refuses some of these headers. The others reach the service, which refuses them by key."""
     data, port = batch("a", stopping=stopping(1)).SerializeToString(), int(served.target.split(":")[1])
     failures = {kind: served.num_failures(kind) for kind in ("validation", "generate")}

@@ -12,7 +12,7 @@ def test_the_texts_of_a_batch_beyond_every_limit_are_not_read() -> None:
         assert call.refusal == ("" if is_read else TOO_MANY_REQUESTS)
 
 
-def test_lists_are_read_up_to_what_is_refused_for_their_length() -> None:
+def test_lists_are_read_up_to_the_refused_length() -> None:
     texts = ["a"] * (MAX_ITEMS + 100)
     choice = pb.DecodingParameters.StringChoices(choices=texts)
     params = pb.Parameters(

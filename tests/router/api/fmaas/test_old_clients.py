@@ -34,8 +34,8 @@ def answer(channel: grpc.Channel, file: FileDescriptor, name: str) -> bytes:
     path = f"/{method.containing_service.full_name}/{name}"
     make = channel.unary_stream if method.server_streaming else channel.unary_unary
     call = make(path, request_serializer=asked.SerializeToString, response_deserializer=answered.FromString)
-    found = call(ParseDict(REQUESTS[name], asked()), timeout=20)
-    whole = join_stream(found) if method.server_streaming else found
+    response = call(ParseDict(REQUESTS[name], asked()), timeout=20)
+    whole = join_stream(response) if method.server_streaming else response
     data: bytes = whole.SerializeToString(deterministic=True)
     return data
 

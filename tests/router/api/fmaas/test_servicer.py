@@ -109,7 +109,7 @@ def test_truncation_keeps_the_end_behind_the_beginning_token(router: Setup) -> N
     assert response.text.startswith(PROMPT)
 
 
-def test_seed_is_told(router: Setup) -> None:
+def test_seed_is_returned(router: Setup) -> None:
     params = {"method": pb.SAMPLE, "sampling": pb.SamplingParameters(seed=7)}
     header, *_, last = router.stub.GenerateStream(single(**params))
     assert (header.seed, last.seed) == (7, 7)
@@ -219,7 +219,7 @@ def test_stream_without_request(router: Setup) -> None:
     )
 
 
-def test_time_limit_keeps_what_there_is(router: Setup) -> None:
+def test_time_limit_returns_the_tokens_so_far(router: Setup) -> None:
     router.shards[0].step_s = 0.05
     try:
         started = time.monotonic()
@@ -354,7 +354,7 @@ def test_an_unknown_method_is_refused_without_a_text(router: Setup, path: str) -
         assert not caught.value.trailing_metadata()
 
 
-def test_what_metadata_set_reaches_the_shards(router: Setup) -> None:
+def test_parameters_from_metadata_reach_the_shards(router: Setup) -> None:
     """The watermark has the server's default strength."""
     model, opened = router.shards[0].model, []
     model.refuses = lambda message: opened.append(message) or False  # type: ignore[func-returns-value]
@@ -374,7 +374,7 @@ def test_what_metadata_set_reaches_the_shards(router: Setup) -> None:
     assert dict(call.trailing_metadata())["tgis-generated-tokens"] == "1"
 
 
-def test_what_a_refused_row_did_not_compute_is_not_found_by_others(router: Setup) -> None:
+def test_uncomputed_blocks_of_a_refused_row_are_not_shared(router: Setup) -> None:
     model, text = router.shards[0].model, "a girl whose text nobody else has"
     model.refuses = lambda message: True
     try:

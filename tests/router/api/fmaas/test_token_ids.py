@@ -43,10 +43,10 @@ async def test_ids_get_the_answer_of_their_text(served: ServedGrpc, texts: list[
     params = {"stopping": stopping(9), "response": DETAILS}
     of_texts = (await served.stub.Generate(batch(*texts, **params))).responses
     of_ids = (await served.stub.Generate(batch(*inputs, **params), metadata=[IDS_IN])).responses
-    for text, ids, expected, found in zip(texts, inputs, of_texts, of_ids, strict=True):
-        assert (expected.text.startswith(text), found.text.startswith(ids)) == (True, True)
-        found.text = text + found.text.removeprefix(ids)
-        assert found == expected
+    for text, ids, expected, actual in zip(texts, inputs, of_texts, of_ids, strict=True):
+        assert (expected.text.startswith(text), actual.text.startswith(ids)) == (True, True)
+        actual.text = text + actual.text.removeprefix(ids)
+        assert actual == expected
     parts = [
         part async for part in served.stub.GenerateStream(single(inputs[0], **params), metadata=[IDS_IN])
     ]
@@ -90,7 +90,7 @@ async def test_truncation_keeps_the_last_ids_and_puts_none_in_front(served: Serv
         *["1" * 10, "9" * 4000, "1 " * 4000, "nan", "<s>", "\0"],
     ],
 )
-async def test_what_is_not_ids_is_refused_with_the_number_of_its_input(served: ServedGrpc, text: str) -> None:
+async def test_invalid_ids_are_refused_with_the_number_of_the_input(served: ServedGrpc, text: str) -> None:
     ask = pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text=each) for each in ("1", "2 3", text)])
     for number, call in (
         (2, served.stub.Generate(batch("1 2", text, "3"), metadata=[IDS_IN])),
@@ -118,7 +118,7 @@ async def test_ids_that_cannot_be_served_are_refused_as_texts_are(served: Served
 
 
 @pytest.mark.parametrize("copies", [1, LONG_TEXT_BYTES // 10])
-async def test_tokenize_reads_and_tells_ids(served: ServedGrpc, copies: int) -> None:
+async def test_tokenize_accepts_and_returns_ids(served: ServedGrpc, copies: int) -> None:
     text = "naïve 東京 fox " * copies
     encoding = served.tokenizer.fast.encode(text)
     written_ids = written(encoding.ids)

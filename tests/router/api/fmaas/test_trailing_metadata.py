@@ -44,12 +44,12 @@ async def test_a_unary_call_and_a_stream_end_with_their_times_and_tokens(served:
     expected = ((unary, sum(num_tokens.values()), generated), (stream, num_tokens[PROMPT], 4))
     assert parts[-1].generated_token_count == 4
     for call, num_inputs, num_generated in expected:
-        found = await trailer(call)
-        assert list(found) == list(TRAILING_KEYS)
-        assert found["tgis-prompt-tokens"] == str(num_inputs)
-        assert found["tgis-generated-tokens"] == str(num_generated)
-        assert 0 <= int(found["tgis-cached-tokens"]) <= num_inputs
-        queue, first, total = (float(found[f"tgis-{name}-ms"]) for name in ("queue", "first-token", "total"))
+        metadata = await trailer(call)
+        assert list(metadata) == list(TRAILING_KEYS)
+        assert metadata["tgis-prompt-tokens"] == str(num_inputs)
+        assert metadata["tgis-generated-tokens"] == str(num_generated)
+        assert 0 <= int(metadata["tgis-cached-tokens"]) <= num_inputs
+        queue, first, total = (float(metadata[f"tgis-{key}-ms"]) for key in ("queue", "first-token", "total"))
         assert 0 <= queue <= first <= total < 10_000
         assert first >= 20, "a step takes as long"
         assert total >= 80

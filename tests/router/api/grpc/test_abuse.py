@@ -122,7 +122,7 @@ def test_damaged_messages(router: Setup, baseline: Baseline, count: int) -> None
     assert len({outcome.method for outcome in outcomes if outcome.code is status.OK}) == 6
 
 
-def test_a_flood_of_pings_is_told_so(router: Setup) -> None:
+def test_a_flood_of_pings_gets_enhance_your_calm(router: Setup) -> None:
     frames = attacks.ping_flood(HOST, router.service.grpc_port, 100, SEED)
     assert [each.payload[8:] for each in frames if each.kind == Kind.GOAWAY] == [TOO_MANY_PINGS]
 
@@ -153,8 +153,8 @@ def status_of(port: int, path: str, body: bytes, *headers: tuple[str, str]) -> i
         for each in connection.frames():
             if each.kind == Kind.RST_STREAM:
                 return -1
-            if each.kind == Kind.HEADERS and (found := re.search(rb"grpc-status.(\d+)", each.payload)):
-                return int(found[1])
+            if each.kind == Kind.HEADERS and (match := re.search(rb"grpc-status.(\d+)", each.payload)):
+                return int(match[1])
     raise AssertionError("no answer")
 
 
@@ -194,7 +194,7 @@ def test_compressed_calls(router: Setup, name: str) -> None:
     assert status_of(router.service.grpc_port, GENERATE, message(data, True), *headers) == expected
 
 
-def test_what_is_left_of_odd_calls(baseline: Baseline) -> None:
+def test_odd_calls_leave_no_resources(baseline: Baseline) -> None:
     baseline.check()
 
 
@@ -230,7 +230,7 @@ def test_http_that_does_not_finish_is_cut_off(router: Setup, baseline: Baseline)
                 time.sleep(0.1)
 
 
-def test_what_is_guided_by_bombs(router: Setup, baseline: Baseline) -> None:
+def test_exponential_grammars(router: Setup, baseline: Baseline) -> None:
     """Send short constraints that would take for ever to compile, and one of a megabyte."""
     bombs = [{"json_schema": json.dumps(SLOW)}, {"grammar": DEEP_RULES}, {"regex": "(" * 3000 + ")" * 3000}]
     bombs += [{"json_schema": '{"enum": [' + '"x",' * 250_000 + '"x"]}'}]

@@ -206,7 +206,7 @@ def test_a_refusal_is_a_status_alone(router: Setup, method: str) -> None:
     assert [each.kind for each in frames] == [Kind.HEADERS]
 
 
-def test_clients_retry_what_is_refused(router: Setup) -> None:
+def test_clients_retry_refused_calls(router: Setup) -> None:
     """gRPC's own client retries by a service config. It takes a call with a message as answered."""
     config = {"methodConfig": [{"name": [{}], "retryPolicy": RETRY_POLICY}]}
     options = [("grpc.service_config", json.dumps(config)), ("grpc.use_local_subchannel_pool", 1)]

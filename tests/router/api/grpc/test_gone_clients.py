@@ -43,6 +43,6 @@ async def test_a_stream_ends_as_a_cancelled_one() -> None:
     assert [type(error) for error in endings] == [GeneratorExit]
 
 
-async def test_a_status_that_nobody_gets_ends_the_call_as_a_cancelled_one() -> None:
+async def test_an_undelivered_status_counts_as_a_cancelled_call() -> None:
     with pytest.raises(asyncio.CancelledError):
         await end_call(CONTEXT, Status(grpc.StatusCode.INVALID_ARGUMENT, "text"))

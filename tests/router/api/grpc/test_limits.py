@@ -59,7 +59,7 @@ def test_the_largest_message(router: Setup) -> None:
     assert caught.value.code() is EXHAUSTED
 
 
-def test_the_most_metadata(router: Setup) -> None:
+def test_the_maximum_size_of_metadata(router: Setup) -> None:
     """The limit holds each time, unlike between gRPC's own two limits."""
     for _ in range(4):
         router.stub.ModelInfo(pb.ModelInfoRequest(), metadata=[("x", "y" * (MAX_METADATA - 1000))])

@@ -35,7 +35,7 @@ ALONE = ["unshare", "--user", "--map-root-user", "--net"]  # a network without o
         ("::1", {}, []),
     ],
 )
-def test_what_is_said(
+def test_log_lines_of_an_open_port(
     bind: str, options: dict[str, str], said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with reserve(bind, 0) as reserved:  # it does not listen

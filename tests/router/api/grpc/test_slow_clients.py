@@ -89,7 +89,7 @@ def of_stream(frames: list[Frame], stream: int, kind: Kind) -> list[Frame]:
     return [each for each in frames if (each.stream, each.kind) == (stream, kind)]
 
 
-def test_a_stream_that_nobody_reads_is_reset_and_no_other(router: Setup, num_tasks: float) -> None:
+def test_only_an_unread_stream_is_reset(router: Setup, num_tasks: float) -> None:
     slow, cancelled = metric(router, SLOW), metric(router, CANCELLED)
     router.shards[0].step_s = 0.01
     try:
@@ -110,7 +110,7 @@ def test_a_stream_that_nobody_reads_is_reset_and_no_other(router: Setup, num_tas
     assert sum(LOG_LINE in line for line in router.service.lines) == 1
 
 
-def test_who_reads_again_soon_enough_is_told(router: Setup) -> None:
+def test_a_slow_reader_that_resumes_gets_its_error(router: Setup) -> None:
     slow = metric(router, SLOW)
     with no_reader(router) as connection:
         connection.call(1, STREAM, REQUEST)
@@ -123,7 +123,7 @@ def test_who_reads_again_soon_enough_is_told(router: Setup) -> None:
     assert b"the client does not read its answer" in last.payload
 
 
-def test_who_reads_slowly_is_served(router: Setup) -> None:
+def test_slow_readers_are_served(router: Setup) -> None:
     router.shards[0].step_s = 0.012  # almost two seconds, more than twice the timeout
     try:
         with no_reader(router) as connection:
@@ -140,7 +140,7 @@ def test_who_reads_slowly_is_served(router: Setup) -> None:
 
 
 @pytest.mark.parametrize("num_rounds", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_answers_that_nobody_reads_are_dropped(router: Setup, num_tasks: float, num_rounds: int) -> None:
+def test_unread_answers_are_dropped(router: Setup, num_tasks: float, num_rounds: int) -> None:
     """Each round has ten megabytes of answers. Later rounds need only memory that the first round freed."""
     wait(lambda: is_idle(router, num_tasks))
     processes = RouterProcesses(router)
@@ -159,7 +159,7 @@ def test_answers_that_nobody_reads_are_dropped(router: Setup, num_tasks: float, 
 
 
 @pytest.mark.slow
-def test_a_socket_that_nobody_reads(router: Setup, num_tasks: float) -> None:
+def test_an_unread_socket(router: Setup, num_tasks: float) -> None:
     """Its streams cannot even begin. The sockets of both ends have room for megabytes."""
     wait(lambda: is_idle(router, num_tasks))
     slow = metric(router, SLOW)
@@ -175,7 +175,7 @@ def test_a_socket_that_nobody_reads(router: Setup, num_tasks: float) -> None:
         wait(lambda: is_idle(router, num_tasks))
 
 
-def test_a_watch_of_the_health_that_nobody_reads_keeps_it_from_nobody(tmp_path: Path) -> None:
+def test_an_unread_health_watch_blocks_no_other(tmp_path: Path) -> None:
     setup = start_router(tmp_path, 1, "--shutdown-timeout", "1")
     status = health_pb2.HealthCheckResponse
     try:

@@ -76,9 +76,9 @@ async def test_calls_on_one_connection_keep_their_own_tenants(served: ServedGrpc
             await stub.Generate(batch(text, **ONE), metadata=headers)
 
         await asyncio.gather(*(ask(token, "a") for _ in range(20) for token in (*NAMES, "plain-1")))
-    found = [spec.cache_salt for spec in served.take_specs()]
-    assert len(found) == 80
-    for each in found:
+    salts = [spec.cache_salt for spec in served.take_specs()]
+    assert len(salts) == 80
+    for each in salts:
         assert each.tenant == NAMES.get(each.salt.decode(), "client@example.com")
 
 
@@ -92,14 +92,14 @@ async def test_without_tokens_certificates_name_the_tenants(tmp_path: Path, file
         long: issue(long),
     }
     async with open_grpc(tmp_path, None, files) as served:
-        found = {}
+        tenants = {}
         for name, own in certificates.items():
             [salt] = await tenant(served, credentials(files.authority, own))
-            found[name] = salt.tenant
-    assert found["first.example.com"] == "first.example.com"
-    assert found["plain-name"] == "plain-name"
-    assert found[long] == long
-    assert len(found["a common name"]) == 64, "the digest of a name that cannot be shown as it is"
+            tenants[name] = salt.tenant
+    assert tenants["first.example.com"] == "first.example.com"
+    assert tenants["plain-name"] == "plain-name"
+    assert tenants[long] == long
+    assert len(tenants["a common name"]) == 64, "the digest of a name that cannot be shown as it is"
 
 
 async def test_without_either_there_is_no_tenant(tmp_path: Path) -> None:
@@ -171,12 +171,12 @@ def test_a_line_that_is_neither_form_is_refused_by_its_number(
     assert "secret" not in str(refused.value)
 
 
-def test_what_the_forms_allow(tmp_path: Path) -> None:
+def test_allowed_forms_of_token_lines(tmp_path: Path) -> None:
     path, long = tmp_path / "tokens", "x" * 128
     path.write_text(f"\r\n tenant a!~ t1 \r\n\ttenant\t{long}\tt2\n\ntenant a!~ t1\ntenant\nt3")
     tokens = BearerTokens(str(path))
-    found = {token: tokens.tenant_of(token) for token in ("t1", "t2", "t3", "tenant")}
-    assert found == {"t1": "a!~", "t2": long, "t3": "", "tenant": ""}
+    tenants = {token: tokens.tenant_of(token) for token in ("t1", "t2", "t3", "tenant")}
+    assert tenants == {"t1": "a!~", "t2": long, "t3": "", "tenant": ""}
     assert {tokens.tenant_of(token) for token in ("t4", "a!~", long, "", "tenant a!~ t1")} == {None}
 
 

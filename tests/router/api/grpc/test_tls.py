@@ -43,10 +43,10 @@ def servers(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         return start_router(tmp_path_factory.mktemp(name), 1, *files.flags(*SERVERS[name]), *more)
 
     with ThreadPoolExecutor(len(SERVERS)) as threads:
-        found = dict(zip(SERVERS, threads.map(start, SERVERS), strict=True))
-        yield found
-        assert list(threads.map(stop_router, found.values())) == [0] * len(found)
-    assert "ssl_transport_security" not in found["mutual"].service.output, "gRPC has no log of its own"
+        by_name = dict(zip(SERVERS, threads.map(start, SERVERS), strict=True))
+        yield by_name
+        assert list(threads.map(stop_router, by_name.values())) == [0] * len(by_name)
+    assert "ssl_transport_security" not in by_name["mutual"].service.output, "gRPC has no log of its own"
 
 
 def call(setup: Setup, own: grpc.ChannelCredentials | None, expected_name: str = "") -> grpc.StatusCode:
@@ -95,7 +95,9 @@ CLIENTS: dict[str, tuple[Callable[[Files], grpc.ChannelCredentials | None], set[
 
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("client", CLIENTS)
-def test_who_gets_in(servers: dict[str, Setup], files: Files, server: str, client: str) -> None:
+def test_accepted_client_certificates(
+    servers: dict[str, Setup], files: Files, server: str, client: str
+) -> None:
     show, lets_in = CLIENTS[client]
     own = show(files)
     started = time.monotonic()
@@ -147,7 +149,7 @@ def test_how_it_is_encrypted(servers: dict[str, Setup], suite: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
-def test_what_is_refused_can_be_spoken_here(files: Files) -> None:
+def test_refused_cipher_suites_are_available_to_the_client(files: Files) -> None:
     """A server that supports everything accepts these suites, so the refusals above prove something."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1
@@ -247,7 +249,7 @@ def test_certificates_change_under_live_streams(tmp_path: Path) -> None:
         assert stop_router(setup) == 0
 
 
-def test_what_does_not_fit_together_is_not_taken(tmp_path: Path) -> None:
+def test_mismatched_certificate_and_key_are_refused(tmp_path: Path) -> None:
     """Each change counts once, however many workers read the files."""
     authority = trustme.CA()
     mount, home = tmp_path / "mount", tmp_path / "home"

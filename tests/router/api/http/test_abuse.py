@@ -150,10 +150,10 @@ REQUESTS: dict[str, tuple[set[int], bytes]] = {
 def test_odd_requests(router: Setup, baseline: Mapping[str, float], port: int) -> None:
     """All requests run at once. Each gets its own status, and none takes time from the others."""
     with undisturbed(router, baseline), ThreadPoolExecutor(8) as threads:
-        found = dict(
+        outcomes = dict(
             zip(REQUESTS, threads.map(lambda r: status_of(port, r[1]), REQUESTS.values()), strict=True)
         )
-    assert {name: got for name, got in found.items() if got not in REQUESTS[name][0]} == {}
+    assert {name: got for name, got in outcomes.items() if got not in REQUESTS[name][0]} == {}
 
 
 def test_half_headers_use_up_no_port(router: Setup, baseline: Mapping[str, float], port: int) -> None:
@@ -181,7 +181,7 @@ def test_streams_that_are_cut(router: Setup, baseline: Mapping[str, float], port
         list(threads.map(lambda i: cut(port, STREAM, i % 7), range(count)))
 
 
-def test_streams_that_nobody_reads(router: Setup, baseline: Mapping[str, float], port: int) -> None:
+def test_unread_streams(router: Setup, baseline: Mapping[str, float], port: int) -> None:
     with undisturbed(router, baseline), contextlib.ExitStack() as ends:
         for _ in range(8):
             ends.enter_context(connected(port, STREAM))
@@ -194,10 +194,10 @@ def test_a_flood_of_requests(router: Setup, baseline: Mapping[str, float], port:
     end = time.monotonic() + seconds
 
     def ask(_: int) -> set[int]:
-        found = set()
+        answers = set()
         while time.monotonic() < end:
-            found.add(status_of(port, completion(max_tokens=20)))
-        return found
+            answers.add(status_of(port, completion(max_tokens=20)))
+        return answers
 
     with undisturbed(router, baseline), ThreadPoolExecutor(16) as threads:
         statuses = set().union(*threads.map(ask, range(16)))

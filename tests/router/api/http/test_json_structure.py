@@ -65,8 +65,8 @@ def test_lists_and_values_are_those_that_a_parser_builds(monkeypatch: pytest.Mon
     for _ in range(250):
         value = {r.choice(TEXTS) + str(number): make(r) for number in range(r.randint(0, 6))}
         expected = weigh(value)
-        found = check_structure(write(value, r), LIMITS)
-        assert found in ((expected, LIGHT) if expected.num_values <= 8 else (expected,))
+        structure = check_structure(write(value, r), LIMITS)
+        assert structure in ((expected, LIGHT) if expected.num_values <= 8 else (expected,))
         num_large += expected.num_values > 8
     assert num_large > 35
 

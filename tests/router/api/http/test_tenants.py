@@ -71,7 +71,7 @@ def ask(client: openai.OpenAI, call_id: str, kind: str, fields: dict[str, Any]) 
     return num_cached
 
 
-def test_tenants_are_told_and_share_only_their_own(
+def test_tenants_are_reported_and_share_only_their_own_prefixes(
     served: tuple[Setup, str], files: Files, collector: tuple[Collector, str]
 ) -> None:
     setup, url = served

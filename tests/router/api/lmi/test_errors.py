@@ -41,7 +41,7 @@ async def test_a_full_queue(served: ServedHttp) -> None:
     assert answer.headers["retry-after"] == "1"
 
 
-async def test_what_the_server_refuses(served: ServedHttp) -> None:
+async def test_refusals_by_the_server(served: ServedHttp) -> None:
     cases = [
         (ask(served, STREAM, "/predictions/other"), 404, "ModelNotFoundException", "Model not found: other"),
         (ask(served, STREAM, model_name="x"), 404, "ModelNotFoundException", "Model not found: x"),

@@ -155,7 +155,7 @@ async def test_refusals(served: ServedHttp) -> None:
     assert not served.handle.specs
 
 
-async def test_what_asks_for_nothing_else_is_no_refusal(served: ServedHttp) -> None:
+async def test_parameters_at_their_off_value_are_accepted(served: ServedHttp) -> None:
     fields = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False, "skip_special_tokens": True}
     await spec_of(served, **fields, spaces_between_special_tokens=True, use_beam_search=False)
 

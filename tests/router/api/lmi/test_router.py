@@ -98,14 +98,14 @@ def test_a_router_from_its_start_to_its_end(
         process.wait_until_serving(20)
         assert ask(port, None, "/ping", "GET") == (200, {"status": "Healthy"})  # LMI's answer, not TGI's
         setup = Setup(process, [shard], [server], None, "", None)  # type: ignore[arg-type]
-        check_what_is_seen(setup, port, collector[0])
+        check_observability(setup, port, collector[0])
         check_the_end(setup, port)
         setup.channel.close()
     finally:
         server.stop()
 
 
-def check_what_is_seen(setup: Setup, port: int, collector: Collector) -> None:
+def check_observability(setup: Setup, port: int, collector: Collector) -> None:
     assert ask(port, BODY)[0] == 200
     assert ask(port, BODY, "/predictions/m/1")[0] == 200
     assert ask(port, {"inputs": "a", "parameters": {"num_beams": 2}})[0] == 424

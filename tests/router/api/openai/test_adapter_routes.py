@@ -75,7 +75,7 @@ async def test_a_name_is_given_replaced_and_taken_away(tmp_path: Path) -> None:
         assert not library.faults
 
 
-async def test_what_is_refused(tmp_path: Path) -> None:
+async def test_refusals(tmp_path: Path) -> None:
     async with open_adapters(tmp_path) as (served, client, library):
         library.put(adapter("broken"), "broken")
         library.errors[0, "broken"] = (grpc.StatusCode.INVALID_ARGUMENT, "adapter type IA3")

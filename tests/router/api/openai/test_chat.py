@@ -70,7 +70,7 @@ async def test_counts_in_every_chunk(tmp_path: Path) -> None:
     assert counts == sorted(counts)
 
 
-async def test_prompts_are_what_the_template_makes(tmp_path: Path) -> None:
+async def test_prompts_equal_the_rendered_template(tmp_path: Path) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bonn"}'}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     async with open_chats(tmp_path) as (served, _):

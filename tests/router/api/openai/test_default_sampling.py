@@ -73,7 +73,7 @@ CASES: list[tuple[dict[str, str], list[tuple[dict[str, Any], dict[str, Any]]]]] 
 
 
 @pytest.mark.parametrize(("options", "requests"), CASES, ids=lambda one: str(one)[:40])
-async def test_what_a_request_does_not_set(
+async def test_defaults_of_unset_parameters(
     tmp_path: Path, options: dict[str, str], requests: list[tuple[dict[str, Any], dict[str, Any]]]
 ) -> None:
     own, other = write(tmp_path / "model", MODEL | OTHERS), tmp_path / "other"
@@ -134,7 +134,7 @@ async def test_models_show_the_values(tmp_path: Path) -> None:
         (None, {}, 0),
     ],
 )
-def test_what_is_not_used_of_the_models_file(
+def test_unused_fields_of_the_generation_config(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: Any, expected: dict[str, Any], warnings: int
 ) -> None:
     path = tmp_path / "generation_config.json" if content is None else write(tmp_path, content)

@@ -81,7 +81,7 @@ async def encode_all(turn: asyncio.Lock, names: TokenNames, tokens: list[TokenDe
 
 
 @pytest.mark.parametrize("count", [0, 1, SLICE_TOKENS, SLICE_TOKENS + 1, 3 * SLICE_TOKENS - 1])
-async def test_slices_are_joined_to_what_the_tokens_tell(names: TokenNames, count: int) -> None:
+async def test_slices_join_to_the_text_of_the_tokens(names: TokenNames, count: int) -> None:
     tokens = random_tokens(count)
     response, chat = await encode_all(asyncio.Lock(), names, tokens)
     sent, sent_chat = await body_of(response), await body_of(chat)

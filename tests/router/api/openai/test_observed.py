@@ -68,8 +68,8 @@ async def test_spans_and_lines_of_each_route(
     for (path, _), (_, attributes, trace_id) in zip(ASKS, told, strict=True):
         assert (attributes["http.route"], attributes["http.response.status_code"]) == (path, 200)
         assert trace_id == TRACE_ID
-    own = [{name: attributes.get(name) for name in told_of_calls(path)} for path, attributes, _ in told[:2]]
-    assert own == [told_of_calls("POST /v1/completions"), told_of_calls("POST /v1/chat/completions")]
+    own = [{name: attributes.get(name) for name in expected(path)} for path, attributes, _ in told[:2]]
+    assert own == [expected("POST /v1/completions"), expected("POST /v1/chat/completions")]
     lines = [getattr(record, FIELDS) for record in caplog.records if hasattr(record, FIELDS)]
     names = ("api", "method", "correlation_id", "tenant", "output_tokens", "model")
     assert [[line[name] for name in names] for line in lines] == [
@@ -78,7 +78,7 @@ async def test_spans_and_lines_of_each_route(
     ]
 
 
-def told_of_calls(name: str) -> dict[str, object]:
+def expected(name: str) -> dict[str, object]:
     return {
         "gen_ai.operation.name": "chat" if "chat" in name else "text_completion",
         "tgis.tenant": "team-7",

@@ -73,7 +73,7 @@ async def test_calls_that_find_no_room_are_refused_and_tried_again(served: Serve
     assert time.monotonic() - began > 0.95, "the client waits as long as retry-after says"
 
 
-async def test_what_clients_leave_ends_at_the_shard_within_a_step(served: ServedGrpc) -> None:
+async def test_abandoned_calls_end_at_the_shard_within_a_step(served: ServedGrpc) -> None:
     """Streams are closed, a task is cancelled and a timeout expires while another call goes on."""
     served_http, client, sync_client = served
     scene = served_http.scene

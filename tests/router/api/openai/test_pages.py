@@ -26,7 +26,7 @@ async def get(port: int) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("playground", "text"), [(False, f"{TEXT}.\n"), (True, f"{TEXT}; /playground is a page to try it.\n")]
 )
-async def test_the_root_says_what_is_served(playground: bool, text: str) -> None:
+async def test_the_root_page_lists_the_apis(playground: bool, text: str) -> None:
     async with open_ports(playground=playground) as ports:
         assert await get(ports[HTTP]) == (200, text)
     async with open_ports(playground=playground, http_api_port=0) as ports:

@@ -53,17 +53,17 @@ async def get(port: int, path: str = "/playground", method: str = "GET") -> Answ
 class Tags(HTMLParser):
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.feed(html)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
 
 
 def inside(text: str, tag: str) -> list[str]:
-    found: list[str] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    return found
+    contents: list[str] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return contents
 
 
 def hashes_of(text: str, tag: str) -> str:
@@ -100,7 +100,7 @@ async def test_page_makes_no_text_into_elements_and_loads_nothing() -> None:
     assert FORBIDDEN.findall(text.replace(library, "")) == []
     assert set(FORBIDDEN.findall(library)) == {"http://", "https://"}, "prefixes of links, and its comments"
     assert own
-    tags = Tags(text).found
+    tags = Tags(text).tags
     assert {tag for tag, _ in tags} & {"link", "img", "iframe", "object", "embed", "base", "form"} == set()
     names = {name for _, attributes in tags for name in attributes}
     assert not [name for name in names if name.startswith("on") or name in ("src", "href", "style")]
@@ -112,7 +112,7 @@ async def test_page_is_whole_and_its_controls_have_labels() -> None:
     folder = Path(playground.__file__).parent
     for file in [*folder.glob("*.js"), folder / "page.css"]:
         assert file.read_text() in text
-    tags = Tags(text).found
+    tags = Tags(text).tags
     labelled = {attributes["for"] for tag, attributes in tags if tag == "label"}
     controls = {attributes["id"] for tag, attributes in tags if tag in ("input", "select", "textarea")}
     assert controls == labelled

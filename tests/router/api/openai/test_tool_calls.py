@@ -214,7 +214,7 @@ async def test_any_model_can_be_made_to_call(case: str, tmp_path: Path) -> None:
         assert chats.served.handle.specs[-1].grammar is None
 
 
-async def test_a_cut_call_is_told_as_it_is(tmp_path: Path) -> None:
+async def test_a_truncated_tool_call_is_returned_as_generated(tmp_path: Path) -> None:
     async with scripted_chats(tmp_path, HERMES_CHATS) as chats:
         fields: Any = {"messages": HELLO, "tools": [WEATHER, CLOCK]}
         fast, ids = chats.served.tokenizer.fast, chats.script(TWO_CALLS)

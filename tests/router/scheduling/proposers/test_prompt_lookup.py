@@ -66,7 +66,7 @@ def test_a_long_text_is_read_in_pieces() -> None:
     assert history.read([*token_ids, 5])
 
 
-def test_chances_follow_what_happens() -> None:
+def test_acceptance_estimates_follow_outcomes() -> None:
     always, never = NgramIndex([]), NgramIndex([])
     always.read([1, 2, 3] * 40)
     assert always.chances(2)[1] > 0.9

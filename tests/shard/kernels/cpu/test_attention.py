@@ -80,7 +80,7 @@ def test_bits_do_not_depend_on_block_size_or_threads(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)
-def test_reads_what_was_written(shape: Shape) -> None:
+def test_reads_written_keys_and_values(shape: Shape) -> None:
     scene = Scene(shape, [70, 50], num_layers=2)
     spans = [(0, 70), (0, 50)]
     layout = scene.layout(spans, [0, 1])

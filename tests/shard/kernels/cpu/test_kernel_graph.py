@@ -59,7 +59,7 @@ def graph_of(x: Tensor, y: Tensor) -> KernelGraph:
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_a_graph_does_what_the_calls_do(threads: int) -> None:
+def test_a_graph_computes_the_same_as_the_calls(threads: int) -> None:
     x, y = torch.arange(LENGTH), torch.zeros(LENGTH, dtype=torch.int64)
     graph = graph_of(x, y)
     assert x.equal(torch.arange(LENGTH)), "capturing computes nothing"

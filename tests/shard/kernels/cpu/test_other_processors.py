@@ -38,11 +38,11 @@ from tgis.shard.kernels.cpu.codes.look_up import look_up
 from tgis.shard.kernels.cpu.codes.packing import pack_codes
 from tgis.shard.kernels.cpu.gemm import kernels as gemm
 from tgis.shard.kernels.cpu.int8 import inner_loop, kernels as int8
-found = {"codes": [*codes.MULTIPLY.values(), pack_codes, look_up], "gemm": [*gemm.MULTIPLY.values()]}
-found["rounded"] = [codes.MULTIPLY[Kind(4, True)]] if codes.CAN_ROUND else []
-found["int8"] = [int8.multiply_int8, int8.pack_codes]
+kernels = {"codes": [*codes.MULTIPLY.values(), pack_codes, look_up], "gemm": [*gemm.MULTIPLY.values()]}
+kernels["rounded"] = [codes.MULTIPLY[Kind(4, True)]] if codes.CAN_ROUND else []
+kernels["int8"] = [int8.multiply_int8, int8.pack_codes]
 for module in sys.argv[1:]:
-    for kernel in found[module]:
+    for kernel in kernels[module]:
         assert kernel.address
 print(inner_loop.INSTRUCTION_SET.multiply.__name__, codes.LANES, codes.CAN_ROUND)
 """

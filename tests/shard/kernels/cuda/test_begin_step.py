@@ -249,7 +249,7 @@ class Host:
 
 
 @pytest.mark.parametrize("how", ["plain", "triton"])
-def test_a_step_is_what_the_cpu_packs(how: str) -> None:
+def test_a_step_equals_the_one_packed_on_the_cpu(how: str) -> None:
     rng = random.Random(1)
     limits = RowLimits(64, 4, 50, rope_switch_len=SWITCH_LEN, is_encoder_decoder=True)
     table = RowTable(6, limits, torch.device("cpu"), NOTHING)

@@ -86,7 +86,7 @@ def check_against_cpu(sample: Sample, vocab_size: int, num_rows: int, seed: int,
     ("vocab_size", "num_rows", "num_interpreted"),
     [(333, 300, 3), pytest.param(7, 100, 4, marks=pytest.mark.slow)],
 )
-def test_filters_leave_what_the_cpu_leaves(
+def test_filters_keep_the_same_tokens_as_the_cpu(
     sample: Sample, vocab_size: int, num_rows: int, num_interpreted: int
 ) -> None:
     num_rows = num_rows if sample is compiled.plain else num_interpreted
@@ -199,7 +199,7 @@ def test_unusable_rows_end_and_do_not_affect_others(sample: Sample) -> None:
     assert rows.step(sample, cases.logits(num_rows), range(num_rows))[1::2] == [(0, 0)] * (num_rows // 2)
 
 
-def test_a_mask_hides_what_is_not_a_number(sample: Sample) -> None:
+def test_a_mask_hides_nan_logits(sample: Sample) -> None:
     """One mask per half of a word, whose highest bit is the sign."""
     vocab_size = 75
     rows = SampledRows(3, vocab_size)

@@ -135,7 +135,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str, llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_refusals(case: str, llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
     spoil, text = REFUSED[case]
     spoil(llama)
     with pytest.raises(UnsupportedModelError, match=text) as caught:

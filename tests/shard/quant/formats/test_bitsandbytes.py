@@ -179,14 +179,14 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = 
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_files_that_lie(lie: str, tmp_path: Path) -> None:
+def test_inconsistent_files(lie: str, tmp_path: Path) -> None:
     tensors = four_bits(torch.randn(16, 64), "nf4").tensors
     problem, change = LIES[lie]
     text = refuse(lambda: open_module(tmp_path, {**tensors, **change(tensors)}))
     assert text == f"{tmp_path}/model.safetensors: tensor {problem}"
 
 
-def test_nested_scales_that_lie(tmp_path: Path) -> None:
+def test_inconsistent_nested_scales(tmp_path: Path) -> None:
     tensors = four_bits(torch.randn(16, 64), "nf4", nested=True).tensors
     for end, size in (("nested_quant_map", 255), ("nested_absmax", 2), ("absmax", 15)):
         name = f"weight.{end}"
@@ -223,7 +223,7 @@ def test_codes_without_a_state_are_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_eight_bits_that_lie(problem: str, changed: dict[str, Tensor], tmp_path: Path) -> None:
+def test_inconsistent_eight_bit_tensors(problem: str, changed: dict[str, Tensor], tmp_path: Path) -> None:
     tensors = {**eight_bits(torch.randn(8, 4)).tensors, **changed}
     text = refuse(lambda: open_module(tmp_path, tensors))
     assert text == f"{tmp_path}/model.safetensors: tensor {problem}"
@@ -239,6 +239,6 @@ def test_eight_bits_that_lie(problem: str, changed: dict[str, Tensor], tmp_path:
         ("load_in_4bit", "yes"),
     ],
 )
-def test_settings_that_lie(key: str, value: object) -> None:
+def test_inconsistent_settings(key: str, value: object) -> None:
     with pytest.raises(WeightsError, match=rf"^config\.json: {key} .+ is "):
         make_format({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", key: value})

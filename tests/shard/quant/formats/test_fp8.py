@@ -45,7 +45,7 @@ def test_equals_compressed_tensors(
     assert torch.equal(stored.codes().dequantize(), stored.read())
 
 
-def test_every_code_is_what_torch_converts_it_to(tmp_path: Path) -> None:
+def test_every_code_is_converted_as_in_torch(tmp_path: Path) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3).view(16, 16)
     stored = open_module(tmp_path, {"weight": codes, "weight_scale": torch.tensor([0.25])})
     assert stored is not None
@@ -87,14 +87,14 @@ LIES = {
 
 
 @pytest.mark.parametrize("problem", LIES)
-def test_files_that_lie(problem: str, tmp_path: Path) -> None:
+def test_inconsistent_files(problem: str, tmp_path: Path) -> None:
     tensors = {"weight": WEIGHT, **LIES[problem]}
     text = refuse(lambda: open_module(tmp_path, tensors, weight_block_size=list(BLOCK)))
     assert text == f"{tmp_path}/model.safetensors: tensor {problem}"
 
 
 @pytest.mark.parametrize("sizes", ["128", [128], [128, 0], [128, -1], [128, 1.5], [True, 128], {"a": 1}])
-def test_block_sizes_that_are_none(sizes: object) -> None:
+def test_invalid_block_sizes(sizes: object) -> None:
     settings = QuantizationSettings({"weight_block_size": sizes}, "config.json")
     assert "config.json: weight_block_size" in refuse(lambda: Fp8(settings))
 

@@ -114,7 +114,7 @@ CASES: dict[tuple[str, str], Change] = {
 
 
 @pytest.mark.parametrize(("name", "text"), CASES)
-def test_one_line_says_what_is_wrong(name: str, text: str, tmp_path: Path) -> None:
+def test_one_line_states_the_error(name: str, text: str, tmp_path: Path) -> None:
     tensors, settings = make(name)
     open_module(tmp_path, tensors, settings).read()
     CASES[name, text](tensors)
@@ -127,7 +127,7 @@ def test_one_line_says_what_is_wrong(name: str, text: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("size", [0, -2, -(10**12), 10**12])
 @pytest.mark.parametrize("name", ["gptq", "awq", "gemv", "marlin"])
-def test_sizes_of_groups_that_are_none(name: str, size: int, tmp_path: Path) -> None:
+def test_invalid_group_sizes(name: str, size: int, tmp_path: Path) -> None:
     tensors, settings = make(name)
     with pytest.raises(OperatorError, match=f"group_size {size} is neither -1 nor a positive integer"):
         open_module(tmp_path, tensors, {**settings, "group_size": size})

@@ -98,7 +98,7 @@ def test_ranks_have_parts_of_the_same_weights(
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_the_log_names_what_is_kept(name: str, model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_stored_type(name: str, model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         runner = load(configure(model_path, quantize=name, dtype="float16"))
     kept = "float16" if name == "fp8" else name
@@ -151,7 +151,7 @@ def count_bytes_per_weight(kind: str | None, name: str | None, share: float) -> 
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
-def test_memory_is_that_of_what_is_kept(kind: str | None, model_path: Path, tmp_path: Path) -> None:
+def test_memory_is_that_of_the_stored_weights(kind: str | None, model_path: Path, tmp_path: Path) -> None:
     directory, plain = model_path, tmp_path / "plain"
     content = load_file(model_path / "model.safetensors")
     share = measure_share(content)

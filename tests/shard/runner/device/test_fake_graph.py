@@ -165,7 +165,7 @@ REFUSED: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad], ids=["inference", "no_grad"])
-def test_what_waits_for_a_gpu_is_refused(name: str, mode: Callable[[], torch.no_grad]) -> None:
+def test_synchronizing_operations_are_refused(name: str, mode: Callable[[], torch.no_grad]) -> None:
     def work() -> None:
         with mode():
             REFUSED[name]()
@@ -174,7 +174,7 @@ def test_what_waits_for_a_gpu_is_refused(name: str, mode: Callable[[], torch.no_
         FakeStream().capture(work)
 
 
-def test_the_first_run_may_make_what_stays() -> None:
+def test_the_first_run_may_allocate_lasting_memory() -> None:
     kept: dict[str, Tensor] = {}
     x, out = torch.arange(3.0), torch.zeros(3)
 

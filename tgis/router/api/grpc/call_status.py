@@ -32,11 +32,11 @@ def drop_tracebacks(error: BaseException) -> None:
     """Remove the frames from `error`, its causes, its context and its group.
     Frames hold requests, texts and token ids, and some of asyncio's frames hold the error that refers to
     them. Only the garbage collector would free such a cycle, and it rarely examines old objects."""
-    found, seen = [error], {id(error)}
-    for each in found:
+    errors, seen = [error], {id(error)}
+    for each in errors:
         each.__traceback__ = None
         group = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
         for other in (each.__cause__, each.__context__, *group):
             if other is not None and id(other) not in seen:
                 seen.add(id(other))
-                found.append(other)
+                errors.append(other)

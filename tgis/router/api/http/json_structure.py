@@ -78,8 +78,8 @@ class _Structure(NamedTuple):
         return self.places_of(_COMMA)
 
     def places_of(self, code: int) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = (self.codes == code) & self.is_outside
-        return found
+        places: NDArray[np.bool_] = (self.codes == code) & self.is_outside
+        return places
 
 
 class Weight(NamedTuple):
@@ -162,9 +162,9 @@ def _places(plain: bytes, structure: _Structure) -> NDArray[np.intp]:
 
 def _key(body: bytes, place: int) -> str:
     """Return the key at a position, empty if there is none."""
-    found = _KEY.match(body, place)
+    match = _KEY.match(body, place)
     try:
-        return "" if found is None else msgspec.json.decode(found[1], type=str)
+        return "" if match is None else msgspec.json.decode(match[1], type=str)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ""
 

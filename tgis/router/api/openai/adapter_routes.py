@@ -117,11 +117,11 @@ def _translated(field: str) -> Iterator[None]:
 def _locate(path: str, roots: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the id of the adapter at a path, or None if it has none. Also return the paths with the same id
     that are searched before it."""
-    found = os.path.normpath(path)
-    if not os.path.isabs(found):
-        return found if is_adapter_id(found) else None, []
+    normalized = os.path.normpath(path)
+    if not os.path.isabs(normalized):
+        return normalized if is_adapter_id(normalized) else None, []
     for number, root in enumerate(roots):
-        adapter_id = found.removeprefix(os.path.join(root, ""))
-        if adapter_id != found and is_adapter_id(adapter_id):
+        adapter_id = normalized.removeprefix(os.path.join(root, ""))
+        if adapter_id != normalized and is_adapter_id(adapter_id):
             return adapter_id, [os.path.join(other, adapter_id) for other in roots[:number]]
     return None, []

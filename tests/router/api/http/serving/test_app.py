@@ -203,7 +203,7 @@ def test_long_headers_get_431(router: Setup) -> None:
 
 
 @pytest.mark.one_worker("each worker has a limit of its own for its connections")
-def test_one_connection_too_many_is_told_to_come_again(router: Setup) -> None:
+def test_a_connection_above_the_limit_is_asked_to_retry(router: Setup) -> None:
     port = router.service.http_port
     half = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{{".encode()
     with ExitStack() as stack:
@@ -284,7 +284,7 @@ def test_a_client_that_does_not_read_is_ended_as_slow(router: Setup) -> None:
         connection.close()
 
 
-def test_a_flood_is_refused_and_disturbs_nobody(router: Setup) -> None:
+def test_a_flood_is_refused_and_other_calls_succeed(router: Setup) -> None:
     """Some of 500 simultaneous requests are served, the others are refused, and probes are answered."""
 
     async def one(port: int) -> int:
@@ -322,7 +322,7 @@ def test_an_api_that_is_not_chosen_says_how_to_choose_it(tmp_path: Path) -> None
         assert stop_router(setup) == 0
 
 
-def test_a_drain_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
+def test_a_drain_finishes_active_calls_and_refuses_new_ones(tmp_path: Path) -> None:
     setup = start_router(tmp_path, 1, "--http-api", "openai")
     setup.shards[0].step_s = 0.01
     port = setup.service.http_port
@@ -341,7 +341,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> No
     assert stop_router(setup) == 0
 
 
-def test_a_drain_cuts_what_takes_too_long_with_an_error(tmp_path: Path) -> None:
+def test_a_drain_ends_long_calls_with_an_error(tmp_path: Path) -> None:
     setup = start_router(tmp_path, 1, "--http-api", "openai", "--shutdown-timeout", "0.5")
     setup.shards[0].step_s = 0.1
     stream = open_stream(setup.service.http_port)
@@ -353,7 +353,7 @@ def test_a_drain_cuts_what_takes_too_long_with_an_error(tmp_path: Path) -> None:
     assert stop_router(setup) == 0
 
 
-def test_calls_while_the_model_loads_are_told_so(tmp_path: Path) -> None:
+def test_calls_while_the_model_loads_are_refused(tmp_path: Path) -> None:
     write_usual(tmp_path)
     port, uds_path = free_port(), str(tmp_path / "shard")
     flags = ["--shard-uds-path", uds_path, "--http-api", "openai", "--port", str(port)]

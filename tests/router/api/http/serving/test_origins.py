@@ -119,7 +119,7 @@ KINDS = [
 """Statuses for each media type, from other clients and from pages."""
 
 
-async def test_what_is_not_json_is_refused(tmp_path: Path) -> None:
+async def test_bodies_that_are_not_json_are_refused(tmp_path: Path) -> None:
     async with open_chats(tmp_path) as (served, _):
         for path, body in (
             ("/v1/completions", BODY),

@@ -21,15 +21,15 @@ class PlainReader:
         self.text, self.at = text, 0
 
     def entries(self) -> dict[str, str]:
-        found = {}
+        properties = {}
         while self.begin():
             key = self.part(BLANKS + "=:")
             self.skip_blanks()
             if self.peek() in ("=", ":"):
                 self.at += 1
                 self.skip_blanks()
-            found[key] = self.part("")
-        return found
+            properties[key] = self.part("")
+        return properties
 
     def begin(self) -> bool:
         """Advance to the first character of the next entry."""
@@ -45,20 +45,20 @@ class PlainReader:
         return self.peek() != ""
 
     def part(self, ends: str) -> str:
-        found = ""
+        text = ""
         while (one := self.peek()) and one not in ENDS + ends:
             self.at += 1
             if one != "\\":
-                found += one
+                text += one
             elif self.continues():
                 pass
             elif self.peek() == "u":
-                found += chr(int(self.text[self.at + 1 : self.at + 5], 16))
+                text += chr(int(self.text[self.at + 1 : self.at + 5], 16))
                 self.at += 5
             elif self.peek():
-                found += LETTERS.get(self.peek(), self.peek())
+                text += LETTERS.get(self.peek(), self.peek())
                 self.at += 1
-        return found.encode("utf-16", "surrogatepass").decode("utf-16")
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
     def continues(self) -> bool:
         """Advance over a line end and the blanks after it. Return False if there is no line end here."""
@@ -124,8 +124,8 @@ def test_random_texts() -> None:
 
 
 def test_lines_are_those_where_entries_begin() -> None:
-    found = parse_properties(b"# one\na=b\\\nc\n\n\nd=e\na=f\n")
-    assert [(one.key, one.line) for one in found] == [("a", 7), ("d", 6)]
+    properties = parse_properties(b"# one\na=b\\\nc\n\n\nd=e\na=f\n")
+    assert [(one.key, one.line) for one in properties] == [("a", 7), ("d", 6)]
 
 
 @pytest.mark.parametrize(

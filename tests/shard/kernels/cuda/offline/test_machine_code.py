@@ -42,7 +42,7 @@ def test_the_table_is_of_the_image_s_triton() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_costs_what_the_table_says() -> None:
+def test_costs_of_a_model_equal_the_table() -> None:
     _compare(*QUICK)
 
 
@@ -60,7 +60,7 @@ def test_steps_of_all_sizes_launch_the_same(kernel: str) -> None:
 
 
 @pytest.mark.slow
-def test_other_models_cost_what_the_table_says() -> None:
+def test_costs_of_other_models_equal_the_table() -> None:
     _compare(*set(golden.MODELS) - set(QUICK))
 
 

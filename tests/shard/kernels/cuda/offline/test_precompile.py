@@ -109,7 +109,7 @@ def test_modules_in_c_are_packaged(package: Path) -> None:
 
 
 @slow
-def test_only_what_runs_is_packaged(package: Path) -> None:
+def test_only_executed_kernels_are_packaged(package: Path) -> None:
     assert {path.suffix for path in package.rglob("*") if path.is_file()} == {
         ".cubin",
         ".json",

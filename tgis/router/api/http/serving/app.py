@@ -124,17 +124,17 @@ class ApiGate:
     async def _find(self, request: Request) -> Route:
         """Return the route of a request, and set the request's API. Raises HttpError and RequestError."""
         methods: set[str] = set()
-        found: list[tuple[HttpApi, Route, Scope]] = []
+        matches: list[tuple[HttpApi, Route, Scope]] = []
         for api in self.apis:
             for route in (*api.routes, *api.probes):
                 match, scope = route.matches(request.scope)
                 if match is Match.FULL:
-                    found.append((api, route, scope))
+                    matches.append((api, route, scope))
                     break
                 if match is Match.PARTIAL:
                     methods |= route.methods or set()
-        if found:
-            request.state.api, chosen, scope = await _claim(found, request)
+        if matches:
+            request.state.api, chosen, scope = await _claim(matches, request)
             request.scope.update(scope)
             return chosen
         if not methods:
@@ -152,14 +152,14 @@ def _body_limits(config: RouterConfig) -> BodyLimits:
 
 
 async def _claim(
-    found: Sequence[tuple[HttpApi, Route, Scope]], request: Request
+    matches: Sequence[tuple[HttpApi, Route, Scope]], request: Request
 ) -> tuple[HttpApi, Route, Scope]:
     """Return the first match whose API claims the body, or the last match. Raises RequestError and
     PayloadTooLargeError."""
-    if len(found) == 1:
-        return found[0]
+    if len(matches) == 1:
+        return matches[0]
     body = await read_body(request)
-    return next((each for each in found if each[0].claims(body)), found[-1])
+    return next((each for each in matches if each[0].claims(body)), matches[-1])
 
 
 async def _fail(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
