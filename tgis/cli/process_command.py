@@ -5,13 +5,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
+from itertools import pairwise
 from typing import Any, TypeVar, get_args
 
 import click
 from click.core import ParameterSource
 
 from tgis import __version__, logs
-from tgis.cli import compat_arguments
 from tgis.cli.command import (
     ARGUMENTS,
     VERSION_NAMES,
@@ -43,7 +43,7 @@ class ProcessCommand(OneLineCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         has_compat = any(one.name == "compat" for one in self.params)
-        compat = compat_arguments.compat_of(args) if has_compat else None
+        compat = _find_compat(args) if has_compat else None
         server = _server(compat)
         if server is not None and server.rewrite is not None:
             switches = {name for one in self.params if getattr(one, "is_flag", False) for name in one.opts}
@@ -201,6 +201,14 @@ def _read_properties(context: click.Context, settings: dict[str, Setting]) -> Pr
 
 def _server(compat: str | None) -> OptionNames | None:
     return next((each for each in registry.option_names() if each.name == compat), None)
+
+
+def _find_compat(arguments: Sequence[str]) -> str | None:
+    """Return the value of `--compat`, else of the variable COMPAT."""
+    for word, next_word in pairwise([*arguments, ""]):
+        if word == "--compat" or word.startswith("--compat="):
+            return word.partition("=")[2] or next_word
+    return os.environ.get("COMPAT")
 
 
 def _compat(settings: Mapping[str, Setting]) -> str | None:

@@ -1,6 +1,6 @@
 """Samples a step's tokens on the host, from logits on any device, and reports token details."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ from tgis.shard.runner.batch_builder import Work
 from tgis.shard.runner.forward import Outputs
 from tgis.shard.runner.row_table import Booleans, Integers, RowTable
 from tgis.shard.runner.step_response import Problem, SampledDetails, SampledTokens, report_problem
-from tgis.shard.runner.verify_drafts import verify_drafts
 from tgis.shard.sampling.grammar import Guides
 from tgis.shard.sampling.logprobs import (
     InputSpan,
@@ -107,7 +106,7 @@ class HostSampler:
         def sample_at(at: Integers) -> SampledTokens:
             return self._sample_rows(work.sampled_rows[at], logits[torch.from_numpy(at)])
 
-        parts = list(verify_drafts(work, sample_at))
+        parts = list(_verify_drafts(work, sample_at))
         problems = parts[0].problems
         unusable_rows = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
         if unusable_rows:
@@ -171,3 +170,18 @@ class HostSampler:
             usable[i] = False
             problems.append(Problem(int(rows[i]), text, pb.RowError.CAUSE_GRAMMAR))
         return chosen, usable, problems
+
+
+def _verify_drafts(work: Work, sample: Callable[[Integers], SampledTokens]) -> Iterator[SampledTokens]:
+    """Yield each row's first sample, then the second sample of the rows whose first sample equals the draft,
+    and so on. A row stops when it ends or when no token can be sampled for it.
+
+    `sample` samples the tokens at indices [n] in [num_sampled], at most one per row."""
+    assert work.drafts is not None
+    rows = work.sampled_rows
+    at = np.flatnonzero(np.diff(rows, prepend=-1))
+    while len(at):
+        sampled = sample(at)
+        yield sampled
+        at = at[sampled.kept]
+        at = at[(sampled.token_ids == work.drafts[at]) & ~sampled.ended] + 1

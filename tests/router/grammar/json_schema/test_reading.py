@@ -14,8 +14,7 @@ from llguidance import LLMatcher
 from pydantic import BaseModel, DirectoryPath, FilePath, SecretBytes, SecretStr
 
 from tests.support.router.json_texts import SchemaGrammar
-from tgis.router.grammar.json_schema.formats import ENFORCED
-from tgis.router.grammar.json_schema.reading import has_unknown_formats, read_schema
+from tgis.router.grammar.json_schema.reading import ENFORCED, has_unknown_formats, read_schema
 
 OFFICIAL = (
     *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4"),

@@ -7,12 +7,13 @@ from typing import Any
 from llguidance import LLMatcher
 
 from tgis.router.grammar.errors import TOO_DEEP, InvalidGrammarError
-from tgis.router.grammar.json_schema.formats import remove_unsupported
 from tgis.router.grammar.json_schema.loosening import loosen
 from tgis.router.grammar.json_schema.numbers import make_exact
 from tgis.router.grammar.json_schema.properties import list_named_properties
-from tgis.router.grammar.json_schema.subschemas import list_subschemas
+from tgis.router.grammar.json_schema.subschemas import Schema, list_subschemas
 
+ENFORCED = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split())
+"""Formats that the grammar library supports. It rejects schemas with others."""
 # Usual white space of indented JSON. Without a limit, an uncertain model could generate white space for ever.
 WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
 
@@ -26,7 +27,7 @@ def read_schema(text: str, is_strict: bool = True) -> str:
             schema = loosen(schema, is_regex)
         for part in list_subschemas(schema):
             make_exact(part)
-            remove_unsupported(part)
+            _remove_unsupported(part)
             list_named_properties(part)
         return json.dumps(_guide(schema, is_strict), allow_nan=False)
     except json.JSONDecodeError as error:
@@ -39,7 +40,7 @@ def read_schema(text: str, is_strict: bool = True) -> str:
 
 def has_unknown_formats(text: str) -> bool:
     """Return True if a JSON schema has unsupported formats, which are removed."""
-    return any(remove_unsupported(part) for part in list_subschemas(json.loads(text)))
+    return any(_remove_unsupported(part) for part in list_subschemas(json.loads(text)))
 
 
 def _guide(schema: Any, is_strict: bool) -> Any:
@@ -58,3 +59,11 @@ def is_regex(pattern: str) -> bool:
     """Return True if the library supports a string pattern."""
     schema = json.dumps({"type": "string", "pattern": pattern})
     return not LLMatcher.validate_grammar(f"start: %json {schema}")
+
+
+def _remove_unsupported(schema: Schema) -> bool:
+    """Remove a format that is not supported. Return True if there was one."""
+    if schema.get("format", "unknown") in ENFORCED:
+        return False
+    del schema["format"]
+    return True

@@ -1,12 +1,16 @@
 """Lists the option names of Hugging Face's TGI. Only the launcher accepts them, and only with `--compat tgi`.
 Names that TGI and this service share keep this service's meaning and are not listed."""
 
+from collections.abc import Collection, Sequence
+
 from tgis.config.aliases.alias import OWN_KERNELS, Alias
 from tgis.config.option_names import OptionNames
-from tgis.router.api.tgi.options.arguments import join_repeated
 
 NO_TUNNEL = "this service opens no tunnels: leave it out and use your own ingress"
 CHUNKED = "prompts are computed in chunks beside running requests"
+
+REPEATED = ("--cors-allow-origin",)
+"""Flags whose values are joined by commas."""
 
 MAPPED = (
     Alias("model_id", means="model_name"),
@@ -66,6 +70,23 @@ DEFAULTS = {
     "shutdown_timeout": 90,
 }
 """TGI's defaults for options that the operator does not set; `sharded` is this service's own choice."""
+
+
+def join_repeated(arguments: Sequence[str], switches: Collection[str] = ()) -> list[str]:
+    """Return the command line with a single flag, at its end, for all values of each flag in REPEATED."""
+    words, values = list[str](), dict[str, list[str]]()
+    rest = iter(arguments)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag not in REPEATED:
+            words.append(word)
+        elif (given := value if equals else next(rest, None)) is not None:
+            values.setdefault(flag, []).append(given)
+        else:
+            words.append(word)  # the option itself refuses the missing value
+    return words + [f"{flag}={','.join(given)}" for flag, given in values.items()]
+
+
 OPTIONS = OptionNames(
     "tgi",
     "TGI",
