@@ -76,6 +76,12 @@ class ModelOptions:
         choices=QUANTIZATIONS,
         advice=OTHER_QUANTIZATIONS,
     )
+    no_quantize_check: bool = option(
+        "Do not compare a model that --quantize rounds with its unrounded weights, on a short text, when it "
+        "starts. The comparison takes about 3 s for a billion weights and logs a warning if the model loses "
+        "more than is usual; it is left out if the checkpoint does not fit free memory.",
+        False,
+    )
     rope_scaling: str | None = option(
         "Scaling of rotary positions (RoPE) for sequences longer than the model's own length, if the model's "
         "configuration has none; linear divides all positions by --rope-factor, dynamic scales only "

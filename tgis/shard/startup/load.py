@@ -32,7 +32,7 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
-from tgis.shard.startup import choose_platform, engine_choice, memory_plan, quantize_check
+from tgis.shard.startup import choose_platform, engine_choice, memory_plan, quantize_check, quantize_probe
 from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.cache_type import CacheType, choose_cache_type
 from tgis.shard.startup.engine_choice import Choice
@@ -123,12 +123,15 @@ class LoadPlan:
         model = self.choice.load(group, self.dtype, on.kernels)
         _check_length(model.spec, demand.max_sequence_length)
         release_memory()
+        probe = quantize_probe.open_probe(config, self.settings, model.spec, group, self.dtype)
         weight_gib = (on.memory.memory_used() - before) / GIB
         guides.wait_until_ready()  # so that the measurement of a step below excludes the tokenizer's memory
         if self.limits.adapter_bytes:
             on.kernels.prepare_adapters()
         loaded = _Loaded(self, info, model, group, guides, open_adapters(config, model))
         runner = loaded.sizing().make_sized_runner()
+        if probe is not None:
+            quantize_probe.warn_of_loss(probe, runner, config)
         on.compiler.finish()
         num_blocks = runner.info.num_blocks
         logger.info(

@@ -1,0 +1,122 @@
+"""The check of rounded weights at the start: its reference against transformers, and its log lines."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.support.shard import stepping
+from tests.support.shard.checkpoints import CASES, SMALL, write_llama, write_model
+from tests.support.shard.driver import configure
+from tests.support.shard.ranks import Ranks
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.memory.host_limits import HostMemory
+from tgis.shard.models import registry
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.models.streamed import score_prompt
+from tgis.shard.startup.load import load
+from tgis.shard.startup.quantize_probe import USUAL, open_probe
+
+VOCAB_SIZE = 400
+IDS = list(range(5, 40))
+TEXT = "changes the log-probabilities of a probe text by"
+ROUNDING = 1e-4  # error of logits by the order of sums
+
+
+def write(directory: Path, **overrides: Any) -> Path:
+    write_llama(directory, vocab_size=VOCAB_SIZE, **overrides)
+    write_byte_level(directory, VOCAB_SIZE)
+    return directory
+
+
+def add_outliers(directory: Path) -> None:
+    """Multiply two columns of the matrices after each norm by 300, and divide the norm's weights there, so
+    that the unrounded model stays the same."""
+    content = load_file(directory / "model.safetensors")
+    followers = {
+        "input_layernorm": ("q_proj", "k_proj", "v_proj"),
+        "post_attention_layernorm": ("gate", "up"),
+    }
+    for layer in range(SMALL["num_hidden_layers"]):
+        for norm, names in followers.items():
+            content[f"model.layers.{layer}.{norm}.weight"][3::16] /= 300
+            for key in content:
+                if f".layers.{layer}." in key and any(f".{name}" in key for name in names):
+                    content[key][:, 3::16] *= 300
+    save_file(content, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def score(group: ProcessGroup, directory: Path) -> torch.Tensor:
+    config = stepping.read_config(directory)
+    spec = registry.make_spec(config)
+    assert isinstance(spec, DecoderSpec)
+    return score_prompt(directory, config, spec, group, torch.float32, IDS)
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+
+
+@pytest.mark.parametrize("case", ["tied", "biases", "llama3_rope", "mixtral"])
+def test_the_reference_is_that_of_transformers(case: str, ranks: Ranks, tmp_path: Path) -> None:
+    if case == "mixtral":
+        write_model(tmp_path, transformers.MixtralConfig(**{**SMALL, **EXPERTS}))
+    else:
+        write_llama(tmp_path, **CASES[case])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.tensor(IDS)
+    with torch.inference_mode():
+        logprobs = theirs(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, ids[1:].unsqueeze(1))[:, 0]
+    for size in (1, 2):
+        for actual in ranks.run(size, score, tmp_path):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=ROUNDING)
+
+
+def list_probe_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    return [(record.levelno, record.message) for record in caplog.records if TEXT in record.message]
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_model_with_outliers_gives_one_warning(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = write(tmp_path)
+    with caplog.at_level(logging.INFO):
+        load(configure(directory, quantize=name))
+        [(level, text)] = list_probe_lines(caplog)
+        assert level == logging.INFO
+        assert text.startswith(f"--quantize {name} {TEXT} 0.")
+        caplog.clear()
+        add_outliers(directory)
+        load(configure(directory, quantize=name))
+        [(level, text)] = list_probe_lines(caplog)
+        assert level == logging.WARNING
+        figure = float(text.removeprefix(f"--quantize {name} {TEXT} ").split()[0])
+        assert figure > USUAL[name]
+        caplog.clear()
+        load(configure(directory, quantize=name, no_quantize_check=True))
+        load(configure(directory))
+        assert not list_probe_lines(caplog)
+
+
+def test_what_cannot_be_checked_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = write(tmp_path / "model")
+    config = stepping.read_config(directory)
+    spec = registry.make_spec(config)
+    machine = tmp_path / "machine"
+    (machine / "proc").mkdir(parents=True)
+    (machine / "proc" / "meminfo").write_text("MemAvailable: 20 kB\n")
+    chosen = configure(directory, quantize="int4")
+    arguments = (chosen, config, spec, stepping.ALONE, torch.float32)
+    assert open_probe(*arguments) is not None
+    with caplog.at_level(logging.INFO):
+        assert open_probe(*arguments, HostMemory(machine)) is None
+        assert "--quantize int4 is not checked: the checkpoint takes 0.0 GiB" in caplog.text
+        (directory / "tokenizer.json").write_text("{")
+        assert open_probe(*arguments) is None
+    assert caplog.text.count("--quantize int4 is not checked: ") == 2

@@ -1,0 +1,171 @@
+"""Compares a model that `--quantize` has rounded with its unrounded weights, on a short text, and warns if it
+lost more than is usual."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+
+from tgis.config.processes import ShardConfig
+from tgis.errors import first_line
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.memory.host_limits import HostMemory
+from tgis.shard.models.interface import ModelSpec
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.models.streamed import score_prompt
+from tgis.shard.quant.registry import find_scheme
+from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.startup.memory_plan import GIB
+
+logger = logging.getLogger(__name__)
+
+# From the introduction of Charles Darwin's "On the Origin of Species", 1859.
+TEXT = (
+    'When on board H.M.S. "Beagle," as naturalist, I was much struck with certain facts in the distribution '
+    "of the inhabitants of South America, and in the geological relations of the present to the past "
+    "inhabitants of that continent. These facts seemed to me to throw some light on the origin of species, "
+    "that mystery of mysteries, as it has been called by one of our greatest philosophers."
+)
+MAX_TOKENS = 32
+MIN_TOKENS = 8  # fewer say nothing
+USUAL = {
+    "int8": 0.2,
+    "eetq": 0.1,
+    "bitsandbytes": 0.1,
+    "fp8": 0.25,
+    "int4": 0.8,
+    "bitsandbytes-nf4": 1.0,
+    "bitsandbytes-fp4": 1.2,
+}
+"""Maximum usual mean difference of the probe's log-probabilities, in nats, by scheme: about twice that of
+SmolLM2-135M-Instruct. Larger models lose less."""
+_USUAL_OF_ACTIVATIONS, _USUAL_OF_CACHE = 0.1, 0.15  # added for 8-bit activations and an 8-bit cache
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Tokens of the text, and the log-probabilities, float32, of those after the first by the unrounded
+    weights."""
+
+    token_ids: list[int]
+    logprobs: torch.Tensor
+
+
+def open_probe(
+    config: ShardConfig,
+    settings: Mapping[str, Any],
+    spec: ModelSpec,
+    group: ProcessGroup,
+    dtype: torch.dtype,
+    memory: HostMemory | None = None,
+) -> Probe | None:
+    """Compute the probe with the unrounded weights. Return None if there is nothing to check or it cannot be
+    checked. All ranks must call this. `settings` is the model's config.json; `memory` is this machine's.
+
+    Raises WeightsError and ProcessGroupError."""
+    if config.no_quantize_check or find_scheme(config.quantize).layout is None:
+        return None
+    if not isinstance(spec, DecoderSpec):
+        logger.info("--quantize %s is not checked: the model is no decoder-only model", config.quantize)
+        return None
+    path = Path(config.model_path)
+    token_ids = _tokenize(config, spec.vocab_size)
+    has_memory = _has_memory(path, config.quantize, memory or HostMemory())
+    if not group.min(int(has_memory and len(token_ids) >= MIN_TOKENS)):
+        return None
+    return Probe(token_ids, score_prompt(path, settings, spec, group, dtype, token_ids))
+
+
+def _has_memory(path: Path, quantize: str | None, memory: HostMemory) -> bool:
+    """Return True if the system's file cache can hold the checkpoint, which is read a second time. Reading it
+    from the disk again would take too long."""
+    num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    left = memory.memory_left()
+    if num_bytes <= left:
+        return True
+    text = "--quantize %s is not checked: the checkpoint takes %.1f GiB, and %.1f GiB of memory are free"
+    logger.info(text, quantize, num_bytes / GIB, left / GIB)
+    return False
+
+
+def _tokenize(config: ShardConfig, vocab_size: int) -> list[int]:
+    """Return the first tokens of the text, or none if the tokenizer does not fit the model."""
+    file = Path(config.tokenizer_path or config.model_path) / "tokenizer.json"
+    try:
+        ids: list[int] = Tokenizer.from_file(str(file)).encode(TEXT).ids
+    except Exception as error:  # the library raises plain exceptions
+        logger.info("--quantize %s is not checked: %s", config.quantize, first_line(error))
+        return []
+    longest = (config.max_sequence_length or MAX_TOKENS + 1) - 1
+    ids = ids[: min(MAX_TOKENS, longest, config.max_step_tokens)]
+    return ids if all(i < vocab_size for i in ids) else []
+
+
+def warn_of_loss(probe: Probe, runner: ModelRunner, config: ShardConfig) -> None:
+    """Log how much a model runner's log-probabilities differ from the probe's: a warning if it is more than
+    usual. All ranks must call this."""
+    actual = _score(runner, probe.token_ids, config.block_size)
+    if config.rank != 0:  # only rank 0's response has log-probabilities
+        return
+    difference = math.nan
+    if actual is not None:
+        difference = float((torch.from_numpy(actual) - probe.logprobs).abs().mean())
+    usual = _find_usual(config)
+    if difference <= usual:
+        logger.info(
+            "--quantize %s changes the log-probabilities of a probe text by %.2f on average; up to %.2f is "
+            "usual",
+            *(config.quantize, difference, usual),
+        )
+        return
+    logger.warning(
+        "--quantize %s changes the log-probabilities of a probe text by %.2f on average, and up to %.2f is "
+        "usual: this model's weights lose much by it; compare its responses with those of --dtype, or use "
+        "more bits",
+        *(config.quantize, difference, usual),
+    )
+
+
+def _find_usual(config: ShardConfig) -> float:
+    usual = USUAL[config.quantize or ""]
+    usual += _USUAL_OF_ACTIVATIONS if config.activations is not None else 0
+    return usual + (_USUAL_OF_CACHE if config.kv_cache_dtype.startswith("fp8") else 0)
+
+
+def _score(runner: ModelRunner, token_ids: list[int], block_size: int) -> npt.NDArray[np.float32] | None:
+    """Return a prompt's log-probabilities, or None if they are not finite or on ranks other than 0."""
+    count = len(token_ids)
+    num_blocks = -(-count // block_size)
+    row = pb.OpenRow(
+        row=0,
+        token_ids=_column(token_ids),
+        prompt_len=count,
+        max_new_tokens=1,
+        sampling=pb.Sampling(temperature=1),
+        details=pb.Details(logprobs=True, input_tokens=True),
+    )
+    step = pb.StepRequest(
+        opened_rows=[row],
+        rows=_column([0]),
+        starts=_column([0]),
+        ends=_column([count]),
+        num_new_blocks=_column([num_blocks]),
+        new_blocks=_column(range(num_blocks)),
+    )
+    response = runner.launch(step).answer()
+    runner.reset()
+    if response.errors or not response.input_details:
+        return None
+    return np.frombuffer(response.input_details[0].logprobs, "<f4")[1:].astype(np.float32)
+
+
+def _column(values: Sequence[int]) -> bytes:
+    return np.array(values, "<i4").tobytes()
