@@ -192,7 +192,7 @@ def count_bytes_read(group: ProcessGroup, directory: Path) -> int:
     return int(getattr(records[-1], FIELDS)["bytes"])
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_reads_its_slices_only(size: int, ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:
     """Check the bytes that each rank reads.
 

@@ -61,6 +61,7 @@ def run(processor: str, program: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_rounded_activations_compile_for_avx2() -> None:
     assert run("haswell", ONE_ROW + BUILD, "rounded").split() == ["_multiply_avx2", "8", "True"]
 
