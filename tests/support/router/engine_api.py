@@ -10,6 +10,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.support.router.router_process import Setup, start_router, stop_router
 
 FLAGS = ("--grpc-api", "fmaas,vllm-engine", "--served-model-name", "m")
+DEFAULTS = ("--override-generation-config", '{"top_k": 7}')
 
 
 class EngineApi(NamedTuple):
@@ -23,6 +24,6 @@ class EngineApi(NamedTuple):
 
 @contextmanager
 def serve_engine_api(directory: Path) -> Iterator[EngineApi]:
-    setup = start_router(directory, 1, *FLAGS)
+    setup = start_router(directory, 1, *FLAGS, *DEFAULTS)
     yield EngineApi(setup, VllmEngineStub(setup.channel))  # type: ignore[no-untyped-call]
     assert stop_router(setup) == 0, setup.service.output

@@ -14,7 +14,7 @@ from tests.support.router.router_process import router_command, start_router, st
 from tests.support.router.served_chats import HELLO, open_chats, post
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
-from tgis.router.api.openai.fields.default_sampling import read_default_sampling
+from tgis.router.api.http.default_sampling import read_default_sampling
 from tgis.router.errors import StartupError
 from tgis.sampling_parameters import Sampling
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ def test_health_and_facts(served: EngineApi) -> None:
     assert (info.served_model_name, info.is_generation, info.supports_vision) == ("m", True, False)
     assert info.max_context_length == MAX_SEQUENCE_LENGTH
     assert info.vocab_size == served.setup.shards[0].info.vocab_size
+    assert json.loads(info.default_sampling_params_json) == {"top_k": 7}
     server = served.stub.GetServerInfo(pb.GetServerInfoRequest())
     assert (server.server_type, server.data_parallel_size, server.uptime_seconds > 0) == (
         "vllm-grpc",

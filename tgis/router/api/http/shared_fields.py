@@ -7,6 +7,8 @@ from msgspec import Meta
 
 from tgis.sampling_parameters import SHARED, Parameter
 
+MAX_COUNT = 2**31 - 1
+
 
 def _field(parameter: Parameter) -> tuple[str, Any, None]:
     assert parameter.range is not None, "shared parameters have a range"

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgis.router.api.http.call_context import HttpCall
+from tgis.router.api.http.default_sampling import read_default_sampling
 from tgis.router.api.http.errors import ErrorForm
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.openai.chat.handler import ChatCompletions
@@ -13,7 +14,6 @@ from tgis.router.api.openai.chat.messages import render_chat
 from tgis.router.api.openai.chat.types import ChatRequest
 from tgis.router.api.openai.completions.handler import Completions
 from tgis.router.api.openai.errors import OPENAI_ERRORS
-from tgis.router.api.openai.fields.default_sampling import read_default_sampling
 
 
 class OpenAiChatApi:

@@ -1,5 +1,6 @@
 """Reads the facts about the model that GetModelInfo returns."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from tgis.hub.model_files import read_json
 from tgis.router.api.http.service_parts import ServiceParts
 
 
-def read_model_info(parts: ServiceParts) -> pb.GetModelInfoResponse:
-    """Return the facts about the model. Raises ModelNotFoundError."""
+def read_model_info(parts: ServiceParts, default_sampling: Mapping[str, float]) -> pb.GetModelInfoResponse:
+    """Return the facts about the model, with the sampling of requests that set none. Raises
+    ModelNotFoundError."""
     info, config = parts.service.engine_info, parts.config
     model = Path(config.model_sampling_path or config.tokenizer_path).parent
     facts = read_json(model, "config.json")
@@ -29,6 +31,7 @@ def read_model_info(parts: ServiceParts) -> pb.GetModelInfoResponse:
         eos_token_ids=eos,
         pad_token_id=_token_id(facts, "pad_token_id"),
         bos_token_id=_token_id(facts, "bos_token_id"),
+        default_sampling_params_json=json.dumps(default_sampling) if default_sampling else "",
         max_req_input_len=min(length - 1, parts.limits.max_input_tokens or length),
     )
 

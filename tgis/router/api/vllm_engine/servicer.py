@@ -15,6 +15,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer as Servicer
 
 from tgis.router.api.grpc.call_status import Context
+from tgis.router.api.http.default_sampling import read_default_sampling
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.merged_streams import merge
 from tgis.router.api.renamed_parameters import renamed_text
@@ -39,8 +40,10 @@ class VllmEngineServicer(Servicer):
     """Methods of the API. The error interceptor turns their RouterErrors into statuses."""
 
     def __init__(self, parts: ServiceParts) -> None:
+        """Create the servicer. Raises StartupError."""
         self._parts, self._service = parts, parts.service
         self._calls, self._feeds = LiveCalls(), CacheFeeds(self._service.watch_cache)
+        self._default_sampling = read_default_sampling(parts.config)
         self._started_at, self._last_call_at = time.time(), 0.0
 
     @cached_property
@@ -102,7 +105,7 @@ class VllmEngineServicer(Servicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
-        return read_model_info(self._parts)
+        return read_model_info(self._parts, self._default_sampling)
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context

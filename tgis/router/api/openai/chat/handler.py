@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from tgis.router.api.http.answers.event_stream import DONE, EventStream
 from tgis.router.api.http.call_context import HttpCall
+from tgis.router.api.http.default_sampling import set_default_sampling
 from tgis.router.api.http.described_fields import describe_parameters
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.merged_streams import merge
@@ -26,7 +27,6 @@ from tgis.router.api.openai.chat.messages import TOOLS, render_chat
 from tgis.router.api.openai.chat.tools import read_tool_use
 from tgis.router.api.openai.chat.types import ChatChoice, ChatCompletion, ChatRequest
 from tgis.router.api.openai.errors import ApiError
-from tgis.router.api.openai.fields.default_sampling import set_default_sampling
 from tgis.router.api.openai.fields.parameters import to_parameters
 from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.openai.fields.refused_fields import IN_CHATS, refuse_fields

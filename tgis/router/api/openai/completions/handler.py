@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from tgis.router.api.http.answers.event_stream import DONE, EventStream
 from tgis.router.api.http.call_context import HttpCall
+from tgis.router.api.http.default_sampling import set_default_sampling
 from tgis.router.api.http.described_fields import describe_parameters
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.merged_streams import merge
@@ -19,7 +20,6 @@ from tgis.router.api.openai.completions.choices import CompletionJob, write_choi
 from tgis.router.api.openai.completions.chunks import ChunkWriter
 from tgis.router.api.openai.completions.types import Completion, CompletionRequest
 from tgis.router.api.openai.errors import ApiError
-from tgis.router.api.openai.fields.default_sampling import set_default_sampling
 from tgis.router.api.openai.fields.parameters import to_parameters
 from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.openai.fields.refused_fields import refuse_fields

@@ -7,18 +7,18 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from tgis.router.api.http.call_context import media_type, read_body
+from tgis.router.api.http.default_sampling import DefaultFields
 from tgis.router.api.http.json_bodies import decode_body
 from tgis.router.api.http.serving.origins import is_of_page
-from tgis.router.api.http.shared_fields import SharedFields
+from tgis.router.api.http.shared_fields import MAX_COUNT
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.errors import RequestError
 
-MOST = 2**31 - 1
 FORM = "application/x-www-form-urlencoded"  # default of curl and others for any body
 NO_JSON_TYPE = "the content type must be application/json"
 MAX_TOP_LOGPROBS = 20
 
-Count = Annotated[int, Meta(ge=0, le=MOST)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 TokenId = Annotated[int, Meta(ge=0, le=999_999_999)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
@@ -30,7 +30,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(SharedFields, kw_only=True):
+class SamplingFields(DefaultFields, kw_only=True):
     """Fields that completions and chat completions share. Ranges are checked while the body is read. A field
     of type Any is refused unless its value requests nothing."""
 
@@ -38,16 +38,11 @@ class SamplingFields(SharedFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MOST)] | None = None
-    """0 and -1 keep all tokens."""
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     logit_bias: dict[str, float] | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
@@ -55,7 +50,7 @@ class SamplingFields(SharedFields, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=MOST)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
     user: str | None = None
 
     response_format: Any = None

@@ -5,14 +5,15 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from tgis.config.processes import RouterConfig
 from tgis.config.serving import GENERATION_CONFIG_AUTO, GENERATION_CONFIG_NONE
 from tgis.hub.model_files import ModelNotFoundError, read_json
-from tgis.router.api.openai.fields.sampling_fields import SamplingFields
+from tgis.router.api.http.shared_fields import MAX_COUNT, SharedFields
 from tgis.router.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -22,12 +23,22 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that generation_config.json and requests share."""
 
 
+class DefaultFields(SharedFields, kw_only=True):
+    """Fields of requests that have default values, and their ranges."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    """0 and -1 keep all tokens."""
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+
+
 def read_default_sampling(config: RouterConfig) -> dict[str, float]:
     """Return values for the fields that requests do not set. Raises StartupError."""
     return _read_chosen_file(config) | _read_overrides(config.override_generation_config)
 
 
-def set_default_sampling(fields: SamplingFields, defaults: Mapping[str, float]) -> None:
+def set_default_sampling(fields: DefaultFields, defaults: Mapping[str, float]) -> None:
     """Set the fields that a request leaves out or sets to null."""
     for name, value in defaults.items():
         if getattr(fields, name) is None:
@@ -91,7 +102,7 @@ def _read_overrides(text: str | None) -> dict[str, float]:
 def _to_value(name: str, value: Any) -> float:
     """Return a value if requests may have it. Raises ValueError, which names the field."""
     try:
-        number: float | None = getattr(msgspec.convert({name: value}, SamplingFields), name)
+        number: float | None = getattr(msgspec.convert({name: value}, DefaultFields), name)
     except msgspec.ValidationError as error:
         raise ValueError(f"{name}: {str(error).partition(' - at')[0]}") from error
     if number is None or not math.isfinite(number):
