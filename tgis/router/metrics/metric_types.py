@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
-from prometheus_client.metrics_core import (
+from prometheus_client.core import (
     CounterMetricFamily,
     HistogramMetricFamily,
     Metric,
