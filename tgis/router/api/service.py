@@ -207,7 +207,7 @@ class GenerationService:
         engine, spec = self._engine, admitted.specs[index]
         text = admitted.make_text()
         sequence_id = engine.open(admitted.claim_id, spec, text)
-        num_generated, most = 0, _most_tokens(spec.details)
+        num_generated, most = 0, _max_tokens(spec.details)
         try:
             async for events in engine.events(sequence_id):
                 if len(events) == 1 and isinstance(token := events[0], TokenDetail):  # the common case
@@ -256,7 +256,7 @@ class GenerationService:
         return result
 
 
-def _most_tokens(details: Details) -> int:
+def _max_tokens(details: Details) -> int:
     """Return the maximum number of tokens in an output."""
     return (
         max(MAX_TOKENS_PER_OUTPUT // (1 + details.top_n), 1)

@@ -288,9 +288,9 @@ def _check_guided(params: Parameters, limits: RequestLimits) -> Constraint | Non
 
 
 def _check_details(params: Parameters, api: ApiRules, limits: RequestLimits) -> Details:
-    most_stops = limits.max_stop_sequences_for(api)
-    has_few_stops = len(params.stop_sequences) <= most_stops
-    _require(has_few_stops, STOP_SEQUENCES_TEXT.format(most_stops), parameter="stop_sequences")
+    max_stops = limits.max_stop_sequences_for(api)
+    has_few_stops = len(params.stop_sequences) <= max_stops
+    _require(has_few_stops, STOP_SEQUENCES_TEXT.format(max_stops), parameter="stop_sequences")
     num_top, max_top_n = params.top_n_tokens, api.max_top_n_tokens or limits.max_top_n_tokens
     wants_more = params.token_logprobs or params.token_ranks or num_top > 0
     _require(

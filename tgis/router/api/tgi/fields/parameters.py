@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tgis.router.api.tgi.fields.refusals import INVALID_GRAMMAR, most_input_tokens
+from tgis.router.api.tgi.fields.refusals import INVALID_GRAMMAR, find_max_input_tokens
 from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest, GrammarField
 from tgis.router.grammar.compiler import Guided
@@ -54,7 +54,7 @@ def _problems(
         yield (f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {given.top_n_tokens}")
     if not inputs:
         yield "`inputs` cannot be empty"
-    most = most_input_tokens(limits)
+    most = find_max_input_tokens(limits)
     if given.truncate is not None and not 0 < given.truncate <= most:
         yield f"`truncate` must be strictly positive and less than {most}. Given: {given.truncate}"
     yield from _grammar_problems(given.grammar, limits)
