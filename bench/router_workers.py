@@ -62,8 +62,8 @@ def _start_all(stack: ExitStack, options: argparse.Namespace) -> Iterator[tuple[
             continue
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="router-workers-")))
         tree = options.before if name == BEFORE else None
-        most = max(options.streams)
-        yield name, stack.enter_context(running(directory, most, [GRPC], None, tree, num_workers))
+        max_streams = max(options.streams)
+        yield name, stack.enter_context(running(directory, max_streams, [GRPC], None, tree, num_workers))
 
 
 def _measure_cost(bench: Bench, name: str, num_streams: int, num_steps: int, number: int) -> Cost:

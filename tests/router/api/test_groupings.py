@@ -73,8 +73,8 @@ async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
     assert not with_details or sizes >= {1, 2, 3}
 
 
-@pytest.mark.parametrize(("num_top", "most"), [(5, MAX_TOKENS_PER_OUTPUT // 6), (0, NUM_LONG)])
-async def test_no_message_is_long(num_top: int, most: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_top", "max_tokens"), [(5, MAX_TOKENS_PER_OUTPUT // 6), (0, NUM_LONG)])
+async def test_no_message_is_long(num_top: int, max_tokens: int, tmp_path: Path) -> None:
     """Messages are short however late a client reads. A unary answer is complete."""
     async with open_grpc(tmp_path) as served:
         group_events(served.handle, all_at_once)
@@ -83,7 +83,10 @@ async def test_no_message_is_long(num_top: int, most: int, tmp_path: Path) -> No
         parts = [part async for part in served.stub.GenerateStream(single("girl", **params))]
         [whole] = (await served.stub.Generate(batch("girl", **params))).responses
     sizes = [len(part.tokens) for part in parts[1:]]
-    assert sizes == [*[most] * (NUM_LONG // most), *([NUM_LONG % most] if NUM_LONG % most else [])]
+    assert sizes == [
+        *[max_tokens] * (NUM_LONG // max_tokens),
+        *([NUM_LONG % max_tokens] if NUM_LONG % max_tokens else []),
+    ]
     assert [part.generated_token_count for part in parts[1:]] == list(accumulate(sizes))
     joined = join_stream(parts)
     assert (joined.text, joined.tokens) == (whole.text, whole.tokens)

@@ -105,7 +105,7 @@ async def test_refused_parameters(tmp_path: Path) -> None:
 async def test_lengths(tmp_path: Path, max_input: int | None) -> None:
     """The total is checked first. Without max_new_tokens, the rest of the length counts."""
     async with open_tgi(tmp_path, limits=replace(LIMITS, max_input_tokens=max_input)) as served:
-        most = max_input or TOTAL - 1
+        limit = max_input or TOTAL - 1
         for length in (2, 12, 19, 20, 21, 22, 30, 38, 39, 40, 41, 44):
             text = served.tokenizer.fast.decode(ids_of(served, LONG * 3)[1:length])
             n = len(ids_of(served, text))
@@ -120,8 +120,8 @@ async def test_lengths(tmp_path: Path, max_input: int | None) -> None:
                         f"`inputs` tokens + `max_new_tokens` must be <= {TOTAL}. "
                         f"Given: {n} `inputs` tokens and {m} `max_new_tokens`"
                     )
-                elif n > most:
-                    expected = f"`inputs` must have less than {most} tokens. Given: {n}"
+                elif n > limit:
+                    expected = f"`inputs` must have less than {limit} tokens. Given: {n}"
                 elif length % 10:
                     continue  # accepted requests generate, which takes a while
                 answer = await call(served, "/generate", inputs(text, **given))
