@@ -188,7 +188,7 @@ class Bench:
 @contextmanager
 def running(
     directory: Path,
-    most_streams: int,
+    max_streams: int,
     apis: Sequence[str],
     tokens: RandomTokens | None = None,
     tree: Path | None = None,
@@ -199,15 +199,15 @@ def running(
     write_byte_level(directory, VOCAB_SIZE)
     tokens, uds_path = tokens or RandomTokens(), str(directory / "shard")
     with ExitStack() as stack:
-        server = ShardServer(PacedShard(tokens, (most_streams + 1) * MAX_LENGTH // BLOCK_SIZE), uds_path)
+        server = ShardServer(PacedShard(tokens, (max_streams + 1) * MAX_LENGTH // BLOCK_SIZE), uds_path)
         stack.callback(server.stop)
-        limits = ["--max-batch-size", str(most_streams), "--max-sequence-length", str(MAX_LENGTH)]
-        limits += ["--max-concurrent-requests", str(most_streams), "--shard-uds-path", uds_path]
+        limits = ["--max-batch-size", str(max_streams), "--max-sequence-length", str(MAX_LENGTH)]
+        limits += ["--max-concurrent-requests", str(max_streams), "--shard-uds-path", uds_path]
         if set(apis) != {GRPC}:
             template = directory / "chat.jinja"
             template.write_text(TEMPLATE)
             limits += ["--chat-template", str(template)]
-            limits += ["--http-api", "tgi,lmi,openai", "--max-http-connections", str(2 * most_streams)]
+            limits += ["--http-api", "tgi,lmi,openai", "--max-http-connections", str(2 * max_streams)]
         router = RouterService(router_command(directory, *limits), num_workers, tree)
         stack.callback(router.end)
         router.service.wait_until_serving()

@@ -91,8 +91,8 @@ def format_samples(samples: Sequence[FastSample]) -> str:
                 *((each.rate, each.token_us, each.message_tokens) for each in chosen), strict=True
             )
         )
-        told = (f"{rate:.0f}", f"{cpu:.1f}", f"{size:.1f}", _ratio(samples, chosen))
-        rows.append([str(streams), api, tree, *told])
+        cells = (f"{rate:.0f}", f"{cpu:.1f}", f"{size:.1f}", _ratio(samples, chosen))
+        rows.append([str(streams), api, tree, *cells])
     return format_table(head, rows)
 
 

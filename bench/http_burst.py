@@ -55,8 +55,8 @@ def make_request(prompt: list[int], new_tokens: int) -> bytes:
 def count_tokens(received: bytes) -> int:
     """Return the number of tokens in the last event with usage; -1 if there is none."""
     events = [line[6:] for line in received.splitlines() if line.startswith(b"data: {")]
-    told = [usage for event in events if b'"usage"' in event and (usage := json.loads(event)["usage"])]
-    return int(told[-1]["completion_tokens"]) if told else -1
+    usages = [usage for event in events if b'"usage"' in event and (usage := json.loads(event)["usage"])]
+    return int(usages[-1]["completion_tokens"]) if usages else -1
 
 
 def serve(target: str, vocab_size: int) -> None:

@@ -30,14 +30,14 @@ def measure_loading(job: MemoryJob) -> dict[str, float]:
     memory = HostMemory()
     before, used, began = memory.begin_peak(), memory.memory_used(), time.perf_counter()
     model = registry.load(directory, settings, ProcessGroup(0, 1), getattr(torch, job.dtype))
-    seconds, most = time.perf_counter() - began, memory.peak() - before
+    seconds, peak = time.perf_counter() - began, memory.peak() - before
     memory.release_memory()
     kept = memory.memory_used() - used
     assert model.spec.vocab_size == settings["vocab_size"]
     files = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
     return {
         "file_bytes": sum(file.stat().st_size for file in files),
-        "peak_bytes": most,
+        "peak_bytes": peak,
         "kept_bytes": kept,
         "seconds": seconds,
     }

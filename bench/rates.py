@@ -217,8 +217,8 @@ def _share(
     share, rate = shares_of(samples, name, case, limit), rates_of(samples, name, case)
     if share is None or rate is None:
         return None
-    most = Spread.of([limit(sample.rates) for sample in select(samples, name, case)])
-    return Figure(key, share, f"{rate.median:.0f} of {most.median:.0f} tokens/s")
+    maximum = Spread.of([limit(sample.rates) for sample in select(samples, name, case)])
+    return Figure(key, share, f"{rate.median:.0f} of {maximum.median:.0f} tokens/s")
 
 
 def find_ratio(

@@ -74,6 +74,6 @@ def format_latencies(latencies: Sequence[Latency]) -> str:
     rows = []
     for title, values in (("call of one token", calls), ("between tokens of a stream", tokens)):
         added = [split - one for one, split in zip(values[ONE], values[SPLIT], strict=True)]
-        told = (f"{Spread.of(each):.2f}" for each in (values[ONE], values[SPLIT], added))
-        rows.append([title, *told, f"<= {GOAL_MS}"])
+        cells = (f"{Spread.of(each):.2f}" for each in (values[ONE], values[SPLIT], added))
+        rows.append([title, *cells, f"<= {GOAL_MS}"])
     return format_table(["ms", ONE, SPLIT, "added", "target"], rows)

@@ -93,7 +93,7 @@ def format_losses(whole: Sequence[Sequence[str]], lost: Sequence[Sequence[TimedS
     for number, (texts, streams) in enumerate(zip(whole, lost, strict=True), 1):
         pauses = _pauses(streams)
         num_wrong = sum(stream.text != text for stream, text in zip(streams, texts, strict=True))
-        told = (f"{pauses.high:.2f}", f"{pauses.median:.2f}", str(num_wrong))
-        rows.append([str(number), str(len(streams)), *told])
+        cells = (f"{pauses.high:.2f}", f"{pauses.median:.2f}", str(num_wrong))
+        rows.append([str(number), str(len(streams)), *cells])
     table = format_table(["kill", "streams", "longest pause, s", "median, s", "texts that differ"], rows)
     return f"{table}\n\nTargets: longest pause <= {PAUSE_GOAL_S:g} s, no text differs."

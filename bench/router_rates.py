@@ -41,9 +41,9 @@ def measure(options: argparse.Namespace) -> str:
     num_cores = count_cores()
     if num_cores < MIN_CORES:
         return f"Not measured: {num_cores} cores, where {MIN_CORES} are needed."
-    most_workers = max(2, num_cores // 4)
+    max_workers = max(2, num_cores // 4)
     with ExitStack() as stack:
-        contenders = dict(_start_all(stack, most_workers))
+        contenders = dict(_start_all(stack, max_workers))
         rates = []
         for number in range(options.rounds):
             for (name, num_workers), take in contenders.items():
@@ -52,11 +52,11 @@ def measure(options: argparse.Namespace) -> str:
     return format_rates(rates)
 
 
-def _start_all(stack: ExitStack, most_workers: int) -> Iterator[tuple[tuple[str, int], Measure]]:
-    for num_workers in (1, most_workers):
-        yield ("router", num_workers), _start_router(stack, num_workers, most_workers)
-    for num_workers in (1, most_workers):
-        yield ("gRPC alone", num_workers), _start_raw(stack, num_workers, most_workers)
+def _start_all(stack: ExitStack, max_workers: int) -> Iterator[tuple[tuple[str, int], Measure]]:
+    for num_workers in (1, max_workers):
+        yield ("router", num_workers), _start_router(stack, num_workers, max_workers)
+    for num_workers in (1, max_workers):
+        yield ("gRPC alone", num_workers), _start_raw(stack, num_workers, max_workers)
 
 
 def _start_router(stack: ExitStack, num_workers: int, num_clients: int) -> Measure:

@@ -66,11 +66,11 @@ def run(options: Namespace, model: Path) -> dict[str, Any]:
     finally:
         gc.unfreeze()
         tokenizer.close()
-    told = _medians(rounds)
-    print(f"router's step: {told} ms", file=sys.stderr, flush=True)
+    medians = _medians(rounds)
+    print(f"router's step: {medians} ms", file=sys.stderr, flush=True)
     largest, quarter = SIZES[-1], SIZES[-1] // 4
     growth = [each[largest] / each[quarter] / 4 for each in rounds]
-    router = {"values": [1e3 * each[largest] for each in rounds], "detail": f"{told} sequences"}
+    router = {"values": [1e3 * each[largest] for each in rounds], "detail": f"{medians} sequences"}
     return {
         "figures": {
             "router": router,

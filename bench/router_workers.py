@@ -62,8 +62,8 @@ def _start_all(stack: ExitStack, options: argparse.Namespace) -> Iterator[tuple[
             continue
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="router-workers-")))
         tree = options.before if name == BEFORE else None
-        most = max(options.streams)
-        yield name, stack.enter_context(running(directory, most, [GRPC], None, tree, num_workers))
+        max_streams = max(options.streams)
+        yield name, stack.enter_context(running(directory, max_streams, [GRPC], None, tree, num_workers))
 
 
 def _measure_cost(bench: Bench, name: str, num_streams: int, num_steps: int, number: int) -> Cost:
@@ -90,9 +90,9 @@ def format_costs(costs: Sequence[Cost]) -> str:
                 [each.sum_us / base[streams, each.round] for each in chosen],
             )
         )
-        told = [f"{workers:.1f}", f"{engine:.1f}" if NUM_WORKERS[name] else "", f"{whole:.1f}"]
-        told.append("" if name == costs[0].router else f"{ratio:.2f}")
-        rows.append([str(streams), name, *told])
+        cells = [f"{workers:.1f}", f"{engine:.1f}" if NUM_WORKERS[name] else "", f"{whole:.1f}"]
+        cells.append("" if name == costs[0].router else f"{ratio:.2f}")
+        rows.append([str(streams), name, *cells])
     head = ["streams", "router", "workers, us a token", "engine process", "sum", f"x {costs[0].router}"]
     goals = f"workers <= {WORKER_GOAL_US} us, engine process <= {ENGINE_GOAL_US} us, sum <= {SUM_GOAL} x"
     return f"{format_table(head, rows)}\n\nTargets: {goals}."

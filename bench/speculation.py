@@ -27,7 +27,7 @@ from bench.service import BenchError, launch
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
-MOST_DRAFTS = 6
+MAX_DRAFTS = 6
 NEW_TOKENS, INPUT_TOKENS = 96, 128
 TIMEOUT_S = 120.0
 REPETITIVE, OTHER = "speculation", "speculation other"
@@ -64,15 +64,18 @@ def run(options: Namespace, model: Path) -> dict[str, Any]:
     flags, log = ["--dtype", options.dtype], options.cache / "speculation"
     with (
         _serving(model, log.with_suffix(".without.log"), flags) as without,
-        _serving(model, log.with_suffix(".log"), [*flags, "--speculate", str(MOST_DRAFTS)]) as speculating,
+        _serving(model, log.with_suffix(".log"), [*flags, "--speculate", str(MAX_DRAFTS)]) as speculating,
     ):
         ratios = {text.name: _compare(text, without, speculating, options.rounds) for text in make_texts()}
     figures: dict[str, Any] = {}
     for figure in (REPETITIVE, OTHER):
         mine = {text.name: ratios[text.name] for text in make_texts() if text.figure == figure}
         worst = min(mine, key=lambda name: statistics.median(mine[name]))
-        told = (f"{name} × {statistics.median(values):.2f}" for name, values in mine.items())
-        figures[figure] = {"values": mine[worst], "detail": f"{', '.join(told)}; up to {MOST_DRAFTS} drafts"}
+        summaries = (f"{name} × {statistics.median(values):.2f}" for name, values in mine.items())
+        figures[figure] = {
+            "values": mine[worst],
+            "detail": f"{', '.join(summaries)}; up to {MAX_DRAFTS} drafts",
+        }
     return {"figures": figures, "ratios": ratios}
 
 

@@ -36,14 +36,14 @@ class Rows:
     runner: ModelRunner
     batch: int
     length: int
-    most_new: int
+    max_new: int
     seed: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     _most: int = field(init=False)
     _num_blocks: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self._most = -(-(self.length + self.most_new) // self._block_size)  # blocks of a row
+        self._most = -(-(self.length + self.max_new) // self._block_size)  # blocks of a row
 
     @property
     def _block_size(self) -> int:
@@ -82,7 +82,7 @@ class Rows:
                 row=row,
                 token_ids=_column(random.integers(2, self.runner.info.vocab_size, self.length)),
                 prompt_len=self.length,
-                max_new_tokens=self.most_new,
+                max_new_tokens=self.max_new,
                 sampling=pb.Sampling(**{**plain, **self.sampling}),
             )
             for row in range(self.batch)

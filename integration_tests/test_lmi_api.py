@@ -89,9 +89,9 @@ def test_the_queue_is_full(lmi: Launched) -> None:
     with busy(lmi, "/invocations", stream, NUM_BUSY):
         refusal = lmi.ask("/invocations", {"inputs": "fox"})
         assert refusal.status == 503
-        told = refusal.json
-        assert (told["code"], told["type"]) == (503, "WlmCapacityException")
-        assert told["message"].startswith("Worker queue capacity exceeded for model: ")
+        error = refusal.json
+        assert (error["code"], error["type"]) == (503, "WlmCapacityException")
+        assert error["message"].startswith("Worker queue capacity exceeded for model: ")
         assert lmi.ask("/ping").status == 200
 
 

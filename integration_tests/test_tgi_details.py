@@ -95,10 +95,10 @@ def test_details_are_those_of_grpc(launched: tuple[Served, Client], ways: Ways) 
         details = answer["details"]
         assert answer["generated_text"] == wanted.text, case
         assert shown(details["tokens"]) == pairs(wanted.tokens), case
-        for told, token in zip(details["top_tokens"], wanted.tokens, strict=True):
+        for tokens, token in zip(details["top_tokens"], wanted.tokens, strict=True):
             expected = [top for top in pairs(token.top_tokens) if top[1] != float("-inf")]
-            assert shown(told)[: len(expected)] == expected
-            assert all(top["logprob"] is None for top in told[len(expected) :])
+            assert shown(tokens)[: len(expected)] == expected
+            assert all(top["logprob"] is None for top in tokens[len(expected) :])
         assert shown(details["prefill"])[1:] == pairs(wanted.input_tokens)[1:]
         assert details["prefill"][0]["logprob"] is None
         if "truncate" not in case:
@@ -116,8 +116,8 @@ def test_the_best_of_two(launched: tuple[Served, Client], ways: Ways) -> None:
         answer = json.loads(ways.http("/generate", asked.prompt, more))
         best, (other,) = answer["details"], answer["details"]["best_of_sequences"]
         means = []
-        for told in (best, other):
-            wanted = ways.grpc(asked.prompt, {"temperature": 1.3, "seed": told["seed"]})
-            assert shown(told["tokens"]) == pairs(wanted.tokens)
+        for details in (best, other):
+            wanted = ways.grpc(asked.prompt, {"temperature": 1.3, "seed": details["seed"]})
+            assert shown(details["tokens"]) == pairs(wanted.tokens)
             means.append(sum(token.logprob for token in wanted.tokens) / len(wanted.tokens))
         assert means[0] > means[1]

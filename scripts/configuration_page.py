@@ -107,10 +107,10 @@ def _exceptions() -> Iterator[str]:
         no_variable = [flag_of(f) for f, _, env in options if env is None]
         no_variable += [p.opts[0] for p in _extras(name, config_type) if isinstance(p, click.Option)]
         no_flag = [env for _, option, env in options if env and not option.flag]
-        told = [f"the variable of `{flag}` is `{env}`" for flag, env in named]
-        told += [f"without a variable: {code(no_variable)}"] * bool(no_variable)
-        told += [f"without a flag, as they are secret or belong to others: {code(no_flag)}"] * bool(no_flag)
-        yield f"    - `{program}`: {'; '.join(told)}."
+        texts = [f"the variable of `{flag}` is `{env}`" for flag, env in named]
+        texts += [f"without a variable: {code(no_variable)}"] * bool(no_variable)
+        texts += [f"without a flag, as they are secret or belong to others: {code(no_flag)}"] * bool(no_flag)
+        yield f"    - `{program}`: {'; '.join(texts)}."
 
 
 def _extras(name: str, config_type: type) -> list[click.Parameter]:

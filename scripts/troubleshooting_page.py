@@ -45,14 +45,14 @@ GROUPS = (
 def render() -> str:
     messages = [one for one in collect() if one.module not in INNER]
     explained = tomllib.loads(EXPLAINED.read_text())
-    told: set[str] = set()
+    listed: set[str] = set()
     parts = [INTRODUCTION, STATUSES + _statuses(explained["statuses"])]
     for section in explained["section"]:
-        rows = [_row(begin, text, messages, told) for begin, text in section["messages"].items()]
+        rows = [_row(begin, text, messages, listed) for begin, text in section["messages"].items()]
         parts.append(
             f"## {section['title']}\n\n| message | what it means, what to do |\n|---|---|\n" + "".join(rows)
         )
-    rest = [one for one in messages if one.kind != "other" and one.key not in told]
+    rest = [one for one in messages if one.kind != "other" and one.key not in listed]
     return "\n".join([*parts, OTHERS, *_others(rest)])
 
 
@@ -65,9 +65,9 @@ def find(begin: str, messages: list[Message]) -> Message:
     return min(matches, key=lambda one: (("raised", "logged", "other").index(one.kind), len(one.key)))
 
 
-def _row(begin: str, text: str, messages: list[Message], told: set[str]) -> str:
+def _row(begin: str, text: str, messages: list[Message], listed: set[str]) -> str:
     assert begin == key_of(begin), f"{begin!r}: holes are {{}}"
-    told.update(one.key for one in messages if one.key.startswith(begin))
+    listed.update(one.key for one in messages if one.key.startswith(begin))
     return f"| {_code(find(begin, messages).text)} | {text} |\n"
 
 

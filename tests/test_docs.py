@@ -184,8 +184,8 @@ def test_faults_are_numbered_without_a_gap() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text()
     numbers = [int(number) for number in re.findall(r"^\| [A-J](\d+) \|", text, re.MULTILINE)]
     assert numbers == [*range(1, len(numbers) + 1)]
-    for told in (text, (ROOT / "README.md").read_text()):
-        assert re.findall(r"(\d+)\s+faults", told) == [str(len(numbers))]
+    for page in (text, (ROOT / "README.md").read_text()):
+        assert re.findall(r"(\d+)\s+faults", page) == [str(len(numbers))]
 
 
 def test_gpu_manifests_state_their_status() -> None:

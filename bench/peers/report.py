@@ -33,7 +33,7 @@ def format_peers(result: dict[str, Any]) -> str:
         for name in dict.fromkeys(sample.contender for sample in samples)
     ]
     pursued = {target.key for target in (*TARGETS, *GGUF_TARGETS)}
-    told = [figure for figure in result["figures"] if figure.key in pursued or figure.key.startswith("gguf")]
+    reported = [each for each in result["figures"] if each.key in pursued or each.key.startswith("gguf")]
     missing = {key: reason for key in pursued if (reason := _find_reason(result["failures"], key))}
     about = (
         f"{result['shape']}, tokens/s, medians of {result['rounds']} in turns (least to greatest). "
@@ -43,7 +43,7 @@ def format_peers(result: dict[str, Any]) -> str:
         about,
         format_table(["", *cases], rows),
         "Ours beside each peer, the one that computes likewise:",
-        format_targets(told, missing, result["shape"]),
+        format_targets(reported, missing, result["shape"]),
         *(f"{name} was left out: {reason}" for name, reason in result["failures"].items()),
     ]
     return "\n\n".join(parts)

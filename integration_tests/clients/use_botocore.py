@@ -47,9 +47,10 @@ class Front:
 
     def _fail(self, url: str, response: urllib3.BaseHTTPResponse) -> AWSResponse:
         text = response.data.decode()
-        told: dict[str, str | int] = {"ErrorCode": "CLIENT_ERROR_FROM_MODEL", "Message": "the model refused"}
-        told |= {"OriginalStatusCode": response.status, "OriginalMessage": text}
-        body = urllib3.HTTPResponse(io.BytesIO(json.dumps(told).encode()), preload_content=False)
+        fields: dict[str, str | int] = {"ErrorCode": "CLIENT_ERROR_FROM_MODEL"}
+        fields |= {"Message": "the model refused"}
+        fields |= {"OriginalStatusCode": response.status, "OriginalMessage": text}
+        body = urllib3.HTTPResponse(io.BytesIO(json.dumps(fields).encode()), preload_content=False)
         headers = {"content-type": "application/json", "x-amzn-errortype": "ModelError"}
         return AWSResponse(url, 424, headers, body)
 
@@ -103,9 +104,9 @@ def invoke(client: Any, body: Mapping[str, Any]) -> Reply:
         answer = client.invoke_endpoint(Accept="application/json", **fields)
         return Reply(200, answer["ContentType"], answer["Body"].read())
     except ClientError as error:
-        told = error.response
-        assert told["Error"]["Code"] == "ModelError", told
-        return Reply(told["OriginalStatusCode"], "application/json", told["OriginalMessage"].encode())
+        response = error.response
+        assert response["Error"]["Code"] == "ModelError", response
+        return Reply(response["OriginalStatusCode"], "application/json", response["OriginalMessage"].encode())
 
 
 def through_sagemaker(example: Example) -> Check:

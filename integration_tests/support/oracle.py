@@ -188,8 +188,8 @@ class Oracle:
     def _describe(self, token_id: int, scores: Sequence[float], asked: pb.ResponseOptions) -> pb.TokenInfo:
         info = pb.TokenInfo(text=self.piece(token_id))
         top = plain_sampling.best_tokens(scores, asked.top_n_tokens)
-        told = [token_id] if asked.token_ranks else []
-        if plain_sampling.least_gap(scores, told + top) < LEAST_GAP:
+        returned = [token_id] if asked.token_ranks else []
+        if plain_sampling.least_gap(scores, returned + top) < LEAST_GAP:
             raise UncertainError("the rank of a token")
         logprobs = plain_sampling.logprobs(scores)
         if asked.token_logprobs:

@@ -60,8 +60,8 @@ class Load:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._stop = threading.Event()
-        most = max(count for _, count in CLIENTS)
-        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(most)]
+        max_clients = max(count for _, count in CLIENTS)
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(max_clients)]
         self._killer = threading.Thread(target=self._kill)
         self.began_at = 0.0
 

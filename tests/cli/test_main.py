@@ -406,11 +406,11 @@ def test_groups_of_nodes() -> None:
         flags = ["--node-rank", str(rank)]
         more = ["--nnodes", "2", *LINK_FILES] if num_nodes == 2 else []
         assert refusal([*flags, *more]) == f"node_rank {rank} is out of range for {num_nodes} nodes"
-    told = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "first.group.ns", "LINK_SERVER_NAME": "link"}
-    config = run(LauncherConfig, LINK_FILES, {**told, "LWS_GROUP_SIZE": "3"})[0]
+    variables = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "first.group.ns", "LINK_SERVER_NAME": "link"}
+    config = run(LauncherConfig, LINK_FILES, {**variables, "LWS_GROUP_SIZE": "3"})[0]
     assert (config.nnodes, config.node_rank, config.master_addr) == (3, 1, "first.group.ns")
     assert (config.master_port, config.link_server_name, config.headless) == (29500, "link", False)
-    alone = run(LauncherConfig, LINK_FILES, {**told, "LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"})[0]
+    alone = run(LauncherConfig, LINK_FILES, {**variables, "LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"})[0]
     assert alone.nnodes == 1
 
 

@@ -87,31 +87,31 @@ def test_a_model_in_a_gguf_file(lora: Path, tmp_path: Path) -> None:
 
 def test_a_prompt(model: Path, tmp_path: Path) -> None:
     prompt = write_prompt(tmp_path / "prompt")
-    told = ["soft prompt: 6 virtual tokens for the decoder", "1024 bytes", "  decoder  [6, 32] float32"]
-    assert lines(prompt) == told
-    assert lines(prompt / "decoder.pt") == told
-    assert lines(prompt, "--model", str(model)) == [*told, f"fits {model}"]
-    half = [told[0], "512 bytes", *told[2:], f"fits {model}"]
+    expected = ["soft prompt: 6 virtual tokens for the decoder", "1024 bytes", "  decoder  [6, 32] float32"]
+    assert lines(prompt) == expected
+    assert lines(prompt / "decoder.pt") == expected
+    assert lines(prompt, "--model", str(model)) == [*expected, f"fits {model}"]
+    half = [expected[0], "512 bytes", *expected[2:], f"fits {model}"]
     assert lines(prompt, "--model", str(model), "--dtype", "bfloat16") == half
     (prompt / "decoder.pt").rename(prompt / "any name.pt")
-    assert lines(prompt / "any name.pt") == told
+    assert lines(prompt / "any name.pt") == expected
 
 
 def test_prompts_written_by_peft(model: Path, tmp_path: Path) -> None:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     base = AutoModelForCausalLM.from_pretrained(model)
     get_peft_model(base, config).save_pretrained(tmp_path)
-    told = lines(tmp_path, "--model", str(model))
-    assert told[0] == "soft prompt: 5 virtual tokens for the decoder"
-    assert lines(tmp_path / "adapter_model.safetensors", "--model", str(model)) == told
+    printed = lines(tmp_path, "--model", str(model))
+    assert printed[0] == "soft prompt: 5 virtual tokens for the decoder"
+    assert lines(tmp_path / "adapter_model.safetensors", "--model", str(model)) == printed
 
 
 def test_a_prompt_of_both_sides(seq2seq: Path, tmp_path: Path) -> None:
     write_prompt(tmp_path, "encoder.pt", rows=4)
     write_prompt(tmp_path)
-    told = lines(tmp_path, "--model", str(seq2seq))
-    assert told[0] == "soft prompt: 6 virtual tokens for the decoder and 4 virtual tokens for the encoder"
-    assert told[2:4] == ["  decoder  [6, 32] float32", "  encoder  [4, 32] float32"]
+    printed = lines(tmp_path, "--model", str(seq2seq))
+    assert printed[0] == "soft prompt: 6 virtual tokens for the decoder and 4 virtual tokens for the encoder"
+    assert printed[2:4] == ["  decoder  [6, 32] float32", "  encoder  [4, 32] float32"]
     write_prompt(tmp_path, rows=5)
     assert refusal(tmp_path, "--model", str(seq2seq)) == (
         f"{tmp_path}: Encoder/decoder prefix tensor must be of even length"
@@ -119,13 +119,13 @@ def test_a_prompt_of_both_sides(seq2seq: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapter(model: Path, lora: Path) -> None:
-    told = lines(lora)
-    assert told[0] == "LoRA adapter: 4 modules"
-    assert set(told[1:3]) == {"rank 4, scale 2: q_proj (2)", "rank 2, scale 4: down_proj (2)"}
-    assert told[3] == f"{2 * 2 * 2 * 512} bytes"
-    assert "  model.layers.1.mlp.down_proj.lora_A.weight     [2, 48] float32" in told
-    assert lines(lora, "--model", str(model)) == [*told, f"fits {model}"]
-    assert lines(lora / "adapter_config.json") == told
+    printed = lines(lora)
+    assert printed[0] == "LoRA adapter: 4 modules"
+    assert set(printed[1:3]) == {"rank 4, scale 2: q_proj (2)", "rank 2, scale 4: down_proj (2)"}
+    assert printed[3] == f"{2 * 2 * 2 * 512} bytes"
+    assert "  model.layers.1.mlp.down_proj.lora_A.weight     [2, 48] float32" in printed
+    assert lines(lora, "--model", str(model)) == [*printed, f"fits {model}"]
+    assert lines(lora / "adapter_config.json") == printed
 
 
 def damaged(lora: Path, tmp_path: Path, change: Callable[[Path], object]) -> Path:

@@ -60,6 +60,6 @@ def test_every_line_is_an_object(tmp_path: Path) -> None:
     assert any("no end of this line" in text for text in printed)
     assert sum(text.count("y") for text in printed) >= 3 << 20
     assert {"event": "of a library", "level": "debug", "process": "shard", "rank": 0} in lines
-    told = [line["message"] for line in lines if line["process"] == "launcher"]
-    assert told.count(again) == 2
-    assert any(text.startswith("versions:\n") for text in told)
+    messages = [line["message"] for line in lines if line["process"] == "launcher"]
+    assert messages.count(again) == 2
+    assert any(text.startswith("versions:\n") for text in messages)

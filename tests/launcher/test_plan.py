@@ -55,7 +55,7 @@ def test_sequence_length_and_its_source(
 
 
 @pytest.mark.parametrize(
-    ("asked", "length", "told"),
+    ("asked", "length", "logged"),
     [
         (None, 512, "rope_factor allows a max_sequence_length of 1280, but does not set it"),
         (1280, 1280, None),
@@ -63,15 +63,19 @@ def test_sequence_length_and_its_source(
     ],
 )
 def test_a_rope_factor_allows_longer_sequences(
-    config: LauncherConfig, caplog: pytest.LogCaptureFixture, asked: int | None, length: int, told: str | None
+    config: LauncherConfig,
+    caplog: pytest.LogCaptureFixture,
+    asked: int | None,
+    length: int,
+    logged: str | None,
 ) -> None:
     write_config(Path(config.model_name), {"n_positions": 512})
     with caplog.at_level(logging.INFO):
         plan = make_plan(replace(config, max_sequence_length=asked, rope_factor=2.5))
     assert plan.max_sequence_length == length
     chosen = ("max_sequence_length is ", "router_workers is ")
-    assert [line for line in caplog.messages if not line.startswith(chosen) or line == told] == (
-        [told] if told else []
+    assert [line for line in caplog.messages if not line.startswith(chosen) or line == logged] == (
+        [logged] if logged else []
     )
 
 

@@ -223,10 +223,10 @@ def test_a_first_start_says_that_it_compiles(model: Path, tmp_path: Path) -> Non
     package = Path(tgis.__file__).parent
     shutil.copytree(package, tmp_path / "tgis", ignore=shutil.ignore_patterns("__pycache__"))
     env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1", "HOME": str(tmp_path)}
-    told = "compiling kernels for this processor; the code is stored in " + str(tmp_path)
+    text = "compiling kernels for this processor; the code is stored in " + str(tmp_path)
     first = launch(model, env=env).wait_until_serving(300)
     assert first.end() == 0
-    lines = [line for line in first.lines if told in line]
+    lines = [line for line in first.lines if text in line]
     assert all(re.search(r" kernels=\d+ at_most=\d+ seconds=[\d.]+$", line) for line in lines), first.output
     assert 2 <= len(lines) <= 12, first.output
     assert sum("kernels compiled" in line for line in first.lines) == 1

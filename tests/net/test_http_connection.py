@@ -217,12 +217,12 @@ async def test_a_body_must_arrive_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(http_routes, "MIN_RATE", 10_000)
     async with serving() as (_, connect):
         loop = asyncio.get_running_loop()
-        for num_bytes, least, most in ((0, 0.4, 2.5), (6_000, 3.2, 8)):
+        for num_bytes, least, maximum in ((0, 0.4, 2.5), (6_000, 3.2, 8)):
             reader, writer = await connect()
             began = loop.time()
             writer.write(request("/upload", bytes(20_000))[: num_bytes - 20_000])
             assert not await end_of(reader)
-            assert least * SHORT_S < loop.time() - began < most * SHORT_S
+            assert least * SHORT_S < loop.time() - began < maximum * SHORT_S
 
 
 async def test_requests_that_arrive_slowly_give_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,12 @@ class PlainQueue:
             self.turns.append(owner)
         dropped = []
         while sum(size for _, _, size in self.entries) > MAX_BYTES:
-            most = max(map(self.held, self.turns))
-            loser = owner if self.held(owner) == most else next(o for o in self.turns if self.held(o) == most)
+            largest = max(map(self.held, self.turns))
+            loser = (
+                owner
+                if self.held(owner) == largest
+                else next(o for o in self.turns if self.held(o) == largest)
+            )
             entry = [entry for entry in self.entries if entry[0] == loser][-1]
             dropped.append(entry[1])
             self._forget(entry)

@@ -38,7 +38,7 @@ def test_counts_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "found", "num_shards"),
+    ("device", "has_device", "num_shards"),
     [("auto", True, 2), ("cuda", True, 2), ("cpu", True, 1), ("auto", False, 1)],
 )
 def test_visible_gpus_count(

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.support.accounts import assert_nothing_left, take_baseline
-from tests.support.growth import MOST, MOST_SHARE, NUM_THREADS, growth_per_request, http_mix, mix, slope
+from tests.support.growth import MAX_GROWTH, MAX_SHARE, NUM_THREADS, growth_per_request, http_mix, mix, slope
 from tests.support.router.messages import batch, stopping
 from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
@@ -39,7 +39,7 @@ def growth(
         f"of {size / 2**20:.1f} MiB"
     )
     assert_nothing_left(setup.http, baseline)
-    return per_request * NUM_REQUESTS, min(MOST, MOST_SHARE * size)
+    return per_request * NUM_REQUESTS, min(MAX_GROWTH, MAX_SHARE * size)
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def differences_of(samples: Mapping[str, float], baseline: Mapping[str, float]) 
         )
         result[kind] = created - released  # negative if something was released twice
     result |= {name: samples[name] for name in EMPTY}
-    result |= {name: max(samples[name] - most, 0) for name, most in baseline.items()}
+    result |= {name: max(samples[name] - maximum, 0) for name, maximum in baseline.items()}
     return {name: value for name, value in result.items() if value}
 
 

@@ -16,8 +16,8 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NUM_SAMPLES = 100
-MOST = 20 << 20  # bytes, for NUM_REQUESTS requests
-MOST_SHARE = 0.02  # fraction of its memory
+MAX_GROWTH = 20 << 20  # bytes, for NUM_REQUESTS requests
+MAX_SHARE = 0.02  # fraction of its memory
 NUM_THREADS = 4
 NUM_WORDS = 100  # the tokenizer caches up to 10,000 different words, which is no leak
 

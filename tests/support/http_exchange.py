@@ -45,7 +45,7 @@ def exchange(
         path = url.removeprefix(f"http://{parts.netloc}")
         connection.request(method, path, content, {name: value for name, value in given.items() if value})
         response = connection.getresponse()
-        told = {name.lower(): value for name, value in response.getheaders()}
-        return HttpReply(response.status, told, response.read())
+        received = {name.lower(): value for name, value in response.getheaders()}
+        return HttpReply(response.status, received, response.read())
     finally:
         connection.close()

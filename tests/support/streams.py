@@ -34,20 +34,20 @@ def join_choices(chunks: list[Any]) -> tuple[dict[int, Any], Any]:
     choices: dict[int, Any] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
-            told = {**choice}
-            index = told.pop("index")
-            if calls := told.get("delta", {}).get("tool_calls"):
+            fields = {**choice}
+            index = fields.pop("index")
+            if calls := fields.get("delta", {}).get("tool_calls"):
                 by_index = {each["index"]: each["function"] for each in calls}
-                told["delta"] = {**told["delta"], "tool_calls": by_index}
-            choices[index] = join_parts(choices.get(index), told)
+                fields["delta"] = {**fields["delta"], "tool_calls": by_index}
+            choices[index] = join_parts(choices.get(index), fields)
     assert not chunks[-1]["choices"]
     return choices, chunks[-1]["usage"]
 
 
-def join_parts(told: Any, more: Any) -> Any:
+def join_parts(joined: Any, more: Any) -> Any:
     """Join two chunks: texts and lists are concatenated, objects are joined by field."""
-    if told is None or more is None:
-        return more if told is None else told
-    if isinstance(told, dict):
-        return {name: join_parts(told.get(name), more.get(name)) for name in told | more}
-    return told + more if isinstance(told, str | list) else more
+    if joined is None or more is None:
+        return more if joined is None else joined
+    if isinstance(joined, dict):
+        return {name: join_parts(joined.get(name), more.get(name)) for name in joined | more}
+    return joined + more if isinstance(joined, str | list) else more

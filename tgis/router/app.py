@@ -347,12 +347,12 @@ def _write_url(config: RouterConfig, http_port: int) -> None:
 
 def _limits(config: RouterConfig) -> RequestLimits:
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
-    most, room = config.max_new_tokens, config.max_sequence_length - 1
-    if most is not None and room < most:
+    max_new_tokens, room = config.max_new_tokens, config.max_sequence_length - 1
+    if max_new_tokens is not None and room < max_new_tokens:
         logger.warning("max_new_tokens is reduced to %d, the maximum sequence length minus one", room)
     return RequestLimits(
         max_sequence_length=config.max_sequence_length,
-        max_new_tokens=most if most is None else min(most, room),
+        max_new_tokens=max_new_tokens if max_new_tokens is None else min(max_new_tokens, room),
         max_top_n_tokens=config.max_top_n_tokens,
         max_guided_bytes=config.max_guided_bytes,
         include_stop_sequence=config.default_include_stop_seqs,

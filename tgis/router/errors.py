@@ -83,8 +83,8 @@ class NotFoundError(RequestError):
 class PayloadTooLargeError(RouterError):
     code = Code.INVALID_ARGUMENT
 
-    def __init__(self, most: int) -> None:
-        super().__init__(f"the request has more than {most} bytes")
+    def __init__(self, maximum: int) -> None:
+        super().__init__(f"the request has more than {maximum} bytes")
 
 
 class OverloadedError(RouterError):

@@ -22,7 +22,7 @@ from bench.gpu.inputs.roofline import (
     list_linears,
     prefill_operations,
 )
-from bench.gpu.inputs.runners import CONTEXT, MOST_NEW, capture, count_steps, load_runner, run_steps
+from bench.gpu.inputs.runners import CONTEXT, MAX_NEW, capture, count_steps, load_runner, run_steps
 from bench.gpu.inputs.scenes import draw_queries, draw_scene
 from bench.gpu.results import find_figure
 from bench.gpu.target import Target
@@ -66,7 +66,7 @@ def measure_decode(
 ) -> None:
     shape, (count, num_warm) = target.shape(name), count_steps(target)
     context = 2 * count if target.is_rehearsal else CONTEXT
-    rows = Rows(runner, num_rows, context - count, MOST_NEW, sampling=sampling)
+    rows = Rows(runner, num_rows, context - count, MAX_NEW, sampling=sampling)
     runner.reset()
     runner.launch(rows.resume()).answer()
     run_steps(runner, rows, num_warm)

@@ -118,14 +118,14 @@ def _draw_segments(scene: Scene, lengths: tuple[int, ...], scoring: Scoring) -> 
 
 def _draw_tiles(scene: Scene, scoring: Scoring) -> Input:
     """Create the end of one sequence, a whole short one, and one token."""
-    most, longest = tile_tokens(scene.shape.num_heads // scene.shape.num_kv_heads), scene.length
+    max_tokens, longest = tile_tokens(scene.shape.num_heads // scene.shape.num_kv_heads), scene.length
     count = min(200, longest - 1)
     spans = [
         QueryTile(0, 0, count, longest - count, longest),
         QueryTile(1, count, 33, 0, 33),
         QueryTile(2, count + 33, 1, 9, 10),
     ]
-    tiles = torch.tensor(list(cut_tiles(spans, most)), dtype=torch.int32, device=scene.keys.device)
+    tiles = torch.tensor(list(cut_tiles(spans, max_tokens)), dtype=torch.int32, device=scene.keys.device)
     q = draw_queries(scene, count + 34)
     out = torch.full_like(q, torch.nan)
     where = scene.keys, scene.values, scene.block_tables

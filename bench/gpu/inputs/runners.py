@@ -28,7 +28,7 @@ BLOCK_SIZE, MAX_ROWS = 16, 256
 CONTEXT = 640  # of a row while it is measured
 STEPS, WARM_STEPS = 40, 8
 REHEARSED_STEPS, REHEARSED_WARM_STEPS = 6, 2
-MOST_NEW = 4 * STEPS  # of a row, so that none ends during the measurement
+MAX_NEW = 4 * STEPS  # of a row, so that none ends during the measurement
 
 
 def load_runner(target: Target, shape: Shape) -> DeviceModelRunner:
@@ -36,7 +36,7 @@ def load_runner(target: Target, shape: Shape) -> DeviceModelRunner:
     kernels, dtype = choose_kernels(target), torch.bfloat16
     model = build_model(shape, dtype, CudaKernels(target.device, kernels))
     max_rows = 2 if target.is_rehearsal else MAX_ROWS
-    num_blocks = max_rows * -(-(CONTEXT + MOST_NEW) // BLOCK_SIZE)
+    num_blocks = max_rows * -(-(CONTEXT + MAX_NEW) // BLOCK_SIZE)
     heads = shape.num_kv_heads, shape.head_dim
     cache = KVCache(shape.num_layers, num_blocks + 1, BLOCK_SIZE, *heads, dtype, target.device)
     info = pb.InfoResponse(

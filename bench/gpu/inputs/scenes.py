@@ -46,8 +46,8 @@ class Scene:
 
     def attend_tiles(self, kernels: Implementations, q: Tensor) -> Tensor:
         """Attend with all tokens of the first sequence, q [length, num_heads, head_dim]."""
-        most = tile_tokens(self.shape.num_heads // self.shape.num_kv_heads)
-        cut = list(cut_tiles([QueryTile(0, 0, self.length, 0, self.length)], most))
+        max_tokens = tile_tokens(self.shape.num_heads // self.shape.num_kv_heads)
+        cut = list(cut_tiles([QueryTile(0, 0, self.length, 0, self.length)], max_tokens))
         tiles, out = torch.tensor(cut, dtype=torch.int32, device=q.device), torch.empty_like(q)
         where = self.keys, self.values, self.block_tables
         kernels.attend_tiles(q, *where, tiles, self.length, self.scoring, out)

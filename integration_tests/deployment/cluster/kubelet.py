@@ -49,7 +49,7 @@ class Kubelet:
         while not self._is_ready.wait(0.05):
             self._check()
             if time.monotonic() > deadline:
-                raise PodFault(f"not ready after {timeout:g} s: {self.told}")
+                raise PodFault(f"not ready after {timeout:g} s: {self.log}")
         self._check()
 
     def wait_for(self, seconds: float) -> None:
@@ -63,10 +63,10 @@ class Kubelet:
         """End the pod, and return its exit status. Raises PodFault if it is killed, or its hook fails."""
         self._check()
         deadline = time.monotonic() + self._pod.grace_period
-        self._tell("deleted")
+        self._record("deleted")
         self._over.set()  # a pod that is being deleted is not restarted
         self._run_hook(deadline)
-        self._tell("SIGTERM")
+        self._record("SIGTERM")
         self._container.signal(signal.SIGTERM)
         status = self._container.wait(
             max(deadline, time.monotonic() + 2)
@@ -74,9 +74,9 @@ class Kubelet:
         if status is None:
             self._container.kill()
             raise PodFault(
-                f"killed at the end of its grace period of {self._pod.grace_period:g} s: {self.told}"
+                f"killed at the end of its grace period of {self._pod.grace_period:g} s: {self.log}"
             )
-        self._tell(f"ended with status {status}")
+        self._record(f"ended with status {status}")
         return status
 
     def stop(self) -> None:
@@ -88,15 +88,15 @@ class Kubelet:
             thread.join()
 
     @property
-    def told(self) -> str:
+    def log(self) -> str:
         return "; ".join(f"{event.at:.1f} s: {event.what}" for event in self.events)
 
-    def _tell(self, what: str) -> None:
+    def _record(self, what: str) -> None:
         self.events.append(Event(time.monotonic() - self._began, what))
 
     def _check(self) -> None:
         if self._fault:
-            raise PodFault(f"{self._fault}: {self.told}")
+            raise PodFault(f"{self._fault}: {self.log}")
         if (status := self._container.process.poll()) is not None:
             last = [line for line in self._container.output.splitlines() if line][-1:]
             raise PodFault(f"the container ended with status {status}: {last}")
@@ -111,7 +111,7 @@ class Kubelet:
         probes = self._pod.container
         self._probe("startup", probes.get("startupProbe", NO_PROBE), is_once=True)
         if not self._fault and not self._over.is_set():
-            self._tell("started")
+            self._record("started")
             self._start(lambda: self._probe("liveness", probes.get("livenessProbe", NO_PROBE)))
             self._start(lambda: self._probe("readiness", probes.get("readinessProbe", NO_PROBE)))
 
@@ -139,7 +139,7 @@ class Kubelet:
 
     def _set_ready(self, successes: int, failures: int, probe: Object, reason: str) -> None:
         if successes >= probe.get("successThreshold", 1) and not self._is_ready.is_set():
-            self._tell("ready")
+            self._record("ready")
             self._is_ready.set()
         if failures >= probe.get("failureThreshold", 3) and self._is_ready.is_set():
             self._fault = f"not ready any more: {reason}"

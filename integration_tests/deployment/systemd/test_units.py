@@ -16,7 +16,7 @@ DIRECTORY = ROOT / "deployment" / "systemd"
 UNIT, VARIABLES = ((DIRECTORY / f"tgis-next.{end}").read_text() for end in ("service", "env"))
 FETCHED = ROOT / ".cache" / "systemd"
 LIBRARIES = ("lib", "usr/lib")
-MOST_EXPOSED = 20  # of 100; systemd's default is 96; ten times the printed number
+MAX_EXPOSURE = 20  # of 100; systemd's default is 96; ten times the printed number
 REFUSED = [
     ("KillMode=mixed", "KillMode=some"),
     ("Type=exec", "Typ=exec"),
@@ -89,7 +89,7 @@ def test_systemd_would_say_it(tmp_path: Path, ours: str, broken: str) -> None:
 
 
 def test_it_may_do_little(tmp_path: Path) -> None:
-    command = ("security", "--offline=true", f"--threshold={MOST_EXPOSED}")
+    command = ("security", "--offline=true", f"--threshold={MAX_EXPOSURE}")
     checked = analyze(*command, write(tmp_path, UNIT))
     assert checked.returncode == 0, checked.stdout + checked.stderr
     exposed = UNIT.replace("CapabilityBoundingSet=\n", "")

@@ -213,11 +213,11 @@ def test_details_end_with_the_times_of_the_call(command: list[str]) -> None:
     with serve(CannedService(trailers=TRAILERS)) as address:
         detailed = run(address, *command, "--details").stdout
         assert "cached" not in run(address, *command).stdout
-        told = run(address, *command, "--details", "--json").stdout
+        output = run(address, *command, "--details", "--json").stdout
     line = "0.512 ms in the queue, first token after 21.3 ms, 104.2 ms in total, 16 cached input tokens\n"
     assert detailed.endswith(f"\n\n{line}")
     assert detailed.count("cached") == 1
-    assert all(json.loads(each) for each in told.splitlines())
+    assert all(json.loads(each) for each in output.splitlines())
 
 
 def test_a_missing_time_is_left_out() -> None:

@@ -110,7 +110,7 @@ async def test_stuck_look_ups_end_and_leave_threads_for_others(group: Group) -> 
     assert [str(error) for error in errors] == texts
     assert {type(error) for error in errors} == {RequestError}
     # On a slow machine, a lookup may still start when earlier ones time out; their threads are stuck here.
-    assert 16 <= group.library.most_finding < NUM_THREADS
+    assert 16 <= group.library.max_finding < NUM_THREADS
     await asyncio.sleep(0.1)
     assert await group.use("prompt-1") == ["p1"]
 

@@ -113,8 +113,8 @@ async def test_late_http_readers_get_coalesced_events(n: int, tmp_path: Path) ->
         sizes = [choice.get("token_ids") or [] for choice in choices if choice["index"] == index]
         assert [token_id for some in sizes for token_id in some] == ids
         assert max(map(len, sizes)) > 10
-        told = [choice["logprobs"]["content"] for choice in choices if choice.get("logprobs")]
-        assert sum(map(len, told)) == n * NUM_LONG
+        contents = [choice["logprobs"]["content"] for choice in choices if choice.get("logprobs")]
+        assert sum(map(len, contents)) == n * NUM_LONG
 
 
 class Steps:

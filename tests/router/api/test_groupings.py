@@ -73,8 +73,8 @@ async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
     assert not with_details or sizes >= {1, 2, 3}
 
 
-@pytest.mark.parametrize(("num_top", "most"), [(5, MAX_TOKENS_PER_OUTPUT // 6), (0, NUM_LONG)])
-async def test_no_message_is_long(num_top: int, most: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_top", "max_tokens"), [(5, MAX_TOKENS_PER_OUTPUT // 6), (0, NUM_LONG)])
+async def test_no_message_is_long(num_top: int, max_tokens: int, tmp_path: Path) -> None:
     """Messages are short however late a client reads. A unary answer is complete."""
     async with open_grpc(tmp_path) as served:
         group_events(served.handle, all_at_once)
@@ -83,7 +83,10 @@ async def test_no_message_is_long(num_top: int, most: int, tmp_path: Path) -> No
         parts = [part async for part in served.stub.GenerateStream(single("girl", **params))]
         [whole] = (await served.stub.Generate(batch("girl", **params))).responses
     sizes = [len(part.tokens) for part in parts[1:]]
-    assert sizes == [*[most] * (NUM_LONG // most), *([NUM_LONG % most] if NUM_LONG % most else [])]
+    assert sizes == [
+        *[max_tokens] * (NUM_LONG // max_tokens),
+        *([NUM_LONG % max_tokens] if NUM_LONG % max_tokens else []),
+    ]
     assert [part.generated_token_count for part in parts[1:]] == list(accumulate(sizes))
     joined = join_stream(parts)
     assert (joined.text, joined.tokens) == (whole.text, whole.tokens)
@@ -260,7 +263,7 @@ async def test_a_failure_of_fmaas(failure: Failure, label: str, tmp_path: Path) 
     details = pb.ResponseOptions(generated_tokens=True)
     request = single(TEXTS[1], stopping=stopping(LENGTH, min_new_tokens=LENGTH), response=details)
     async with open_grpc(tmp_path) as served:
-        told = []
+        outcomes = []
         for split in SPLITS:
             group_events(served.handle, ending_with(failure, NUM_BEFORE, split))
             text, num_tokens, call = "", 0, served.stub.GenerateStream(request)
@@ -268,9 +271,9 @@ async def test_a_failure_of_fmaas(failure: Failure, label: str, tmp_path: Path) 
                 async for part in call:
                     text += part.text
                     num_tokens += len(part.tokens)
-            told.append((text, num_tokens, await call.code(), await call.details()))
-        assert told[0] == told[1]
-        assert told[0][1] == NUM_BEFORE
+            outcomes.append((text, num_tokens, await call.code(), await call.details()))
+        assert outcomes[0] == outcomes[1]
+        assert outcomes[0][1] == NUM_BEFORE
         assert served.scene.metrics.request_failure.values() == {(label,): len(SPLITS)}
 
 
@@ -288,15 +291,15 @@ async def test_a_failure_over_http(
     api: str, path: str, body: dict[str, Any], failure: Failure, label: str, tmp_path: Path
 ) -> None:
     async with open_inputs(tmp_path, api) as served:
-        told = []
+        outcomes = []
         for split in SPLITS:
             group_events(served.handle, ending_with(failure, NUM_BEFORE, split))
-            told.append(await stream(served, path, body))
+            outcomes.append(await stream(served, path, body))
         if api == "openai":
-            assert failed_chunks(told[0]) == failed_chunks(told[1])
+            assert failed_chunks(outcomes[0]) == failed_chunks(outcomes[1])
         else:
-            assert told[0] == told[1]
-            assert told[0].count(b'"token":') == NUM_BEFORE + (api == "lmi")
+            assert outcomes[0] == outcomes[1]
+            assert outcomes[0].count(b'"token":') == NUM_BEFORE + (api == "lmi")
         assert served.scene.metrics.request_failure.values() == {(label,): len(SPLITS)}
 
 

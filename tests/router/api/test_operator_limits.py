@@ -72,14 +72,14 @@ async def test_tgi(http: ServedHttp, is_set: bool) -> None:
         error = await refusal(http, "/generate", inputs="a", parameters={"max_new_tokens": 2, **parameters})
         return error and error[0]
 
-    most = 8 if is_set else 4
-    assert await generate(stop=STOPS[:most]) is None
-    text = f"Input validation error: `stop` supports up to {most} stop sequences. Given: {most + 1}"
-    assert await generate(stop=STOPS[: most + 1]) == text
-    most = 3 if is_set else 2
-    assert await generate(best_of=most, do_sample=True) is None
-    text = f"Input validation error: `best_of` must be > 0 and <= {most}. Given: {most + 1}"
-    assert await generate(best_of=most + 1, do_sample=True) == text
+    max_stops = 8 if is_set else 4
+    assert await generate(stop=STOPS[:max_stops]) is None
+    text = f"Input validation error: `stop` supports up to {max_stops} stop sequences. Given: {max_stops + 1}"
+    assert await generate(stop=STOPS[: max_stops + 1]) == text
+    max_stops = 3 if is_set else 2
+    assert await generate(best_of=max_stops, do_sample=True) is None
+    text = f"Input validation error: `best_of` must be > 0 and <= {max_stops}. Given: {max_stops + 1}"
+    assert await generate(best_of=max_stops + 1, do_sample=True) == text
     refused = "Input validation error: grammar is not supported"
     assert await generate(grammar={"type": "regex", "value": "a+"}) == (refused if is_set else None)
 
@@ -96,11 +96,11 @@ async def test_grpc(tmp_path: Path, is_set: bool) -> None:
             )
             return await status_of(served.stub.Generate(request))
 
-        most = 8 if is_set else 6
-        assert (await status(most))[0] is grpc.StatusCode.OK, "a batch over gRPC has no other limit"
-        code, text = await status(most + 1)
+        max_stops = 8 if is_set else 6
+        assert (await status(max_stops))[0] is grpc.StatusCode.OK, "a batch over gRPC has no other limit"
+        code, text = await status(max_stops + 1)
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert text.startswith(f"can specify at most {most} non-empty stop sequences")
+        assert text.startswith(f"can specify at most {max_stops} non-empty stop sequences")
         code, text = await status(regex="a+")
         refused = (grpc.StatusCode.INVALID_ARGUMENT, "grammar is not supported")
         assert (code, text) == (refused if is_set else (grpc.StatusCode.OK, text))

@@ -206,8 +206,8 @@ async def test_n_takes_so_many_places_and_has_bounds(served: JsonApi) -> None:
     texts = [PROMPT] * 43
     with pytest.raises(OverloadedError):
         await served.generate(json.dumps({"texts": texts, "n": 3}))
-    most = {"texts": texts[:42], "n": 3, "max_new_tokens": 1}
-    assert len(json.loads(await served.generate(json.dumps(most)))) == 126
+    maximum = {"texts": texts[:42], "n": 3, "max_new_tokens": 1}
+    assert len(json.loads(await served.generate(json.dumps(maximum)))) == 126
     for n in (-1, 0, 129, 1 << 70):
         with pytest.raises(RequestError, match="n must be >= 1 and <= 128"):
             await served.generate(json.dumps({"texts": texts[:1], "n": n}))

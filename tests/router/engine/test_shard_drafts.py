@@ -58,9 +58,9 @@ class ModelLink:
         self.num_steps = 0
         self.arrival = asyncio.Event()
 
-    def propose(self, row: Row, most: int) -> list[int]:
+    def propose(self, row: Row, max_drafts: int) -> list[int]:
         ids = list(row.token_ids)
-        for _ in range(most):
+        for _ in range(max_drafts):
             token = next_token(ids, self.model.vocab_size, row.context)
             ids.append(token if token % 4 else 1)
         return ids[len(row.token_ids) :]

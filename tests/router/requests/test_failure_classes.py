@@ -34,8 +34,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setup, d
 def records(setup: Setup) -> list[tuple[str, str]]:
     """Return the logger and the level of each warning and error about a call."""
     entries = [json.loads(line) for line in setup.service.lines if line.startswith("{")]
-    told = [(str(each["logger"]).rpartition(".")[2], each["level"]) for each in entries]
-    return [each for each in told if each[0] in LOGGERS and each[1] != "INFO"]
+    classes = [(str(each["logger"]).rpartition(".")[2], each["level"]) for each in entries]
+    return [each for each in classes if each[0] in LOGGERS and each[1] != "INFO"]
 
 
 def failures(setup: Setup) -> Counter[str]:
@@ -116,14 +116,14 @@ def test_once_each(guarded: tuple[Setup, dict[str, float]], name: str) -> None:
     setup, baseline = guarded
     make, code, label, record = CLASSES[name]
     setup.shards[0].step_s = 0.01
-    counted, told = failures(setup), len(records(setup))
+    counted, num_records = failures(setup), len(records(setup))
     with pytest.raises(grpc.RpcError) as caught:
         make(setup)
     assert caught.value.code() is code
     deadline = time.monotonic() + 10
-    while not (failures(setup) - counted and len(records(setup)) > told):
-        assert time.monotonic() < deadline, (failures(setup) - counted, records(setup)[told:])
+    while not (failures(setup) - counted and len(records(setup)) > num_records):
+        assert time.monotonic() < deadline, (failures(setup) - counted, records(setup)[num_records:])
         time.sleep(0.02)
     assert_nothing_left(setup.http, baseline)
     assert failures(setup) - counted == Counter([label])
-    assert records(setup)[told:] == [record]
+    assert records(setup)[num_records:] == [record]

@@ -179,8 +179,8 @@ def test_parameters_beside_the_messages(collector: tuple[Collector, str]) -> Non
         with tracing.call(FMAAS, "Generate", ()) as span:
             span.set_call(call, "r", "c")
     tracing.close()
-    told, bare = (values(each.attributes) for each in servicer.spans)
-    assert {key: value for key, value in told.items() if key not in bare} == {
+    traced, bare = (values(each.attributes) for each in servicer.spans)
+    assert {key: value for key, value in traced.items() if key not in bare} == {
         "gen_ai.request.presence_penalty": -0.5,
         "gen_ai.request.frequency_penalty": 1.5,
         "gen_ai.request.choice.count": 3,
@@ -250,8 +250,8 @@ def test_a_call_over_http_as_the_collector_sees_it(collector: tuple[Collector, s
     assert (read.name, read.kind) == ("POST /v1/chat/completions", SERVER_SPAN)
     assert (read.trace_id.hex(), read.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     attributes = values(read.attributes)
-    told = {key: value for key, value in attributes.items() if not key.startswith(("gen_ai.", "tgis."))}
-    assert told == {
+    shared = {key: value for key, value in attributes.items() if not key.startswith(("gen_ai.", "tgis."))}
+    assert shared == {
         "http.request.method": "POST",
         "http.route": "/v1/chat/completions",
         "url.path": "/v1/chat/completions",
@@ -304,8 +304,8 @@ def test_span_of_an_http_answer_that_fails_midway(collector: tuple[Collector, st
             span.accept()
             raise error
     tracing.close()
-    told = [values(read.attributes) for read in servicer.spans]
-    assert [(one.get("http.response.status_code"), one["error.type"]) for one in told] == [
+    recorded = [values(read.attributes) for read in servicer.spans]
+    assert [(one.get("http.response.status_code"), one["error.type"]) for one in recorded] == [
         (200, "INTERNAL"),
         (200, "CANCELLED"),
         (None, "CANCELLED"),

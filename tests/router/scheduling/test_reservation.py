@@ -50,11 +50,11 @@ class Ledger:
         return computed
 
 
-def draw_wishes(r: random.Random, most_tokens: int) -> list[Wish]:
+def draw_wishes(r: random.Random, max_tokens: int) -> list[Wish]:
     wishes, arrival = [], 0
     for _ in range(r.randint(1, 30)):
-        prompt_len = r.randint(1, most_tokens - 1)
-        max_new = r.randint(1, most_tokens - prompt_len)
+        prompt_len = r.randint(1, max_tokens - 1)
+        max_new = r.randint(1, max_tokens - prompt_len)
         arrival += r.choice([0, 0, 1, 5])
         wishes.append(Wish(prompt_len, max_new, r.randint(1, max_new), arrival))
     return wishes

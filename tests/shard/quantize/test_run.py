@@ -288,13 +288,13 @@ def test_an_expert_without_tokens_is_rounded_to_nearest(
     assert after == pytest.approx(measure_loss(plain, config), rel=1e-4)
 
 
-@pytest.mark.parametrize(("method", "most_bytes"), [("int8", 10**10), ("fp8", 10_000)])
+@pytest.mark.parametrize(("method", "max_bytes"), [("int8", 10**10), ("fp8", 10_000)])
 def test_transformers_reads_eight_bits(
-    method: str, most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No text is needed. Weights equal those that the format's library reads from the files."""
     model, output = tmp_path / "model", tmp_path / "output"
-    monkeypatch.setattr(output_files, "MAX_FILE_BYTES", most_bytes)
+    monkeypatch.setattr(output_files, "MAX_FILE_BYTES", max_bytes)
     write_model(model, CASES["llama_tied"]())
     assert quantize(model, output, QuantizeSettings(method=method), None) == [  # type: ignore[arg-type]
         f"Saved quantized model to {output}"
@@ -307,7 +307,7 @@ def test_transformers_reads_eight_bits(
     stored = {name: tensor for content in files for name, tensor in content.items()}
     assert (len(files) == 3) == (method == "int8")
     for content in files[2:]:
-        assert len(content) == 1 or sum(tensor.nbytes for tensor in content.values()) <= most_bytes
+        assert len(content) == 1 or sum(tensor.nbytes for tensor in content.values()) <= max_bytes
     actual, compared = read.state_dict(), 0
     for name, tensor in original.items():
         if name.endswith("_proj.weight"):

@@ -22,14 +22,14 @@ class LateDevice:
         self._lock = threading.RLock()
         self._queue = deque[Callable[[], None]]()
         self._num_queued = self._num_done = 0
-        self.most_queued = 0
+        self.max_queued = 0
         """Maximum number of pieces of work in the queue so far."""
 
     def run(self, work: Callable[[], None]) -> None:
         with self._lock:
             self._queue.append(work)
             self._num_queued += 1
-            self.most_queued = max(self.most_queued, len(self._queue))
+            self.max_queued = max(self.max_queued, len(self._queue))
 
     def pinned(self, num_words: int) -> Tensor:
         return torch.full((num_words,), POISON, dtype=torch.int32)

@@ -52,7 +52,7 @@ class Library:
     stuck: threading.Event | None = None
     """Gate that find calls wait for."""
     num_finding: int = 0
-    most_finding: int = 0
+    max_finding: int = 0
     errors: dict[tuple[int, str], tuple[grpc.StatusCode, str]] = field(default_factory=dict)
     """Errors of loads by rank and digest, and of finds by rank -1 and id."""
     elsewhere: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -82,7 +82,7 @@ class ShelfOfShard:
         with library.lock:
             library.finds[request.id] += 1
             library.num_finding += 1
-            library.most_finding = max(library.most_finding, library.num_finding)
+            library.max_finding = max(library.max_finding, library.num_finding)
         time.sleep(library.find_s)
         if library.stuck is not None:
             library.stuck.wait(20)

@@ -132,9 +132,9 @@ class ModelOfShard:
             self.num_holders.update(added)
             drafts = [next(draft_ids) for _ in range(num_drafts)]
             assert not (num_drafts and max_drafts)
-            most = num_drafts + max_drafts
-            assert end + most < row.limit, "the router never schedules past a limit"
-            assert len(row.block_table) * self.block_size >= end + most, "nor past the blocks"
+            max_tokens = num_drafts + max_drafts
+            assert end + max_tokens < row.limit, "the router never schedules past a limit"
+            assert len(row.block_table) * self.block_size >= end + max_tokens, "nor past the blocks"
             if row.ended:
                 assert not drafts or row.is_refused, "what speculates has no unanswered token"
                 continue

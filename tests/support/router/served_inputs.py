@@ -50,9 +50,9 @@ def ids_of(served: ServedHttp, text: str) -> list[int]:
     return ids
 
 
-def follow(prompt: list[int], most: int) -> list[int]:
+def follow(prompt: list[int], max_new_tokens: int) -> list[int]:
     """Return the token ids that the shard generates greedily."""
     tokens = list(prompt)
-    while len(tokens) < len(prompt) + most and (len(tokens) == len(prompt) or tokens[-1] != EOS):
+    while len(tokens) < len(prompt) + max_new_tokens and (len(tokens) == len(prompt) or tokens[-1] != EOS):
         tokens.append(next_token(tokens, VOCAB_SIZE))
     return tokens[len(prompt) :]

@@ -113,10 +113,12 @@ class Steps:
     ) -> pb.StepRequest:
         """Return a request. Work is (row, start, end); `drafts` and `max_drafts` are by row."""
         opened, guesses = list(opened), [(drafts or {}).get(row, []) for row, _, _ in work]
-        most = [(max_drafts or {}).get(row, 0) for row, _, _ in work]
+        own_drafts = [(max_drafts or {}).get(row, 0) for row, _, _ in work]
         for row in [*closed, *(message.row for message in opened)]:
             self.free += self.blocks.pop(row, [])
-        lasts = [end + len(ids) + own for (_, _, end), ids, own in zip(work, guesses, most, strict=True)]
+        lasts = [
+            end + len(ids) + own for (_, _, end), ids, own in zip(work, guesses, own_drafts, strict=True)
+        ]
         new = [
             self._extend(row, max(last, self.reserved_len))
             for (row, _, _), last in zip(work, lasts, strict=True)
@@ -133,7 +135,7 @@ class Steps:
             new_blocks=pack(block for blocks in new for block in blocks),
             num_drafts=pack(map(len, guesses)) if drafts else b"",
             draft_ids=pack(token_id for ids in guesses for token_id in ids),
-            max_drafts=pack(most) if max_drafts else b"",
+            max_drafts=pack(own_drafts) if max_drafts else b"",
         )
 
     def _extend(self, row: int, end: int) -> list[int]:

@@ -51,7 +51,7 @@ def round_matrix(
     matrix: Tensor, bits: int = 4, group: int = 32, is_symmetric: bool = False, is_reordered: bool = False
 ) -> Rounded:
     """Round float32 [num_rows, num_columns] to the nearest integers."""
-    weights, most = matrix.numpy(), (1 << bits) - 1
+    weights, max_code = matrix.numpy(), (1 << bits) - 1
     group_of = np.arange(weights.shape[1]) // group
     if is_reordered:
         np.random.default_rng(0).shuffle(group_of)
@@ -62,10 +62,10 @@ def round_matrix(
         if is_symmetric:
             high = np.maximum(high, -low)
             low = -high
-        scale = np.maximum((high - low) / most, 1e-4).astype(np.float16).astype(np.float32)
+        scale = np.maximum((high - low) / max_code, 1e-4).astype(np.float16).astype(np.float32)
         zero = np.full(len(weights), 1 << (bits - 1)) if is_symmetric else np.round(-low / scale).astype(int)
-        codes[:, group_of == g] = np.clip(np.round(part / scale[:, None]) + zero[:, None], 0, most)
-        zeros.append(np.clip(zero, 0, most))
+        codes[:, group_of == g] = np.clip(np.round(part / scale[:, None]) + zero[:, None], 0, max_code)
+        zeros.append(np.clip(zero, 0, max_code))
         scales.append(scale.astype(np.float16))
     return Rounded(bits, codes, np.stack(zeros, 1), np.stack(scales, 1), group_of)
 

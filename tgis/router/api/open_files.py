@@ -24,14 +24,14 @@ def share_files(config: RouterConfig) -> ConnectionShares:
     gets places for its requests and the same number for idle connections. gRPC gets at least half of the
     files."""
     few, requests = PROBE_LIMITS.max_connections, 2 * config.max_http_connections
-    most_fresh = few + FRESH * config.max_http_connections
+    max_fresh = few + FRESH * config.max_http_connections
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files == resource.RLIM_INFINITY:
-        return ConnectionShares(MAX_GRPC, most_fresh)
+        return ConnectionShares(MAX_GRPC, max_fresh)
     spare = max(num_files - RESERVED, num_files // 2)
     if not config.http_api:
         return ConnectionShares(min(MAX_GRPC, spare), few)
     for_http = max(spare - MAX_GRPC, spare // 2)
-    fresh = min(max(for_http - requests, few), most_fresh)
+    fresh = min(max(for_http - requests, few), max_fresh)
     grpc = min(MAX_GRPC, max(spare - requests - fresh, spare // 2))
     return ConnectionShares(grpc, fresh, max(grpc + requests + fresh - spare, 0))

@@ -224,7 +224,7 @@ class GenerationService:
         engine, spec = self._engine, admitted.specs[index]
         text = admitted.make_text()
         sequence_id = engine.open(admitted.claim_id, spec, text)
-        num_generated, most = 0, _most_tokens(spec.details)
+        num_generated, max_tokens = 0, _max_tokens(spec.details)
         try:
             async for events in engine.events(sequence_id):
                 if len(events) == 1 and isinstance(token := events[0], TokenDetail):  # the common case
@@ -235,10 +235,10 @@ class GenerationService:
                 first, last = events[0], events[-1]
                 if isinstance(first, InputTokens):
                     yield record(first)
-                while len(tokens) > most:
-                    part, tokens = tokens[:most], tokens[most:]
-                    num_generated += most
-                    yield record(Output(text.take(most), part, num_generated))
+                while len(tokens) > max_tokens:
+                    part, tokens = tokens[:max_tokens], tokens[max_tokens:]
+                    num_generated += max_tokens
+                    yield record(Output(text.take(max_tokens), part, num_generated))
                     await asyncio.sleep(0)
                 num_generated += len(tokens)
                 if isinstance(last, Ended):
@@ -273,7 +273,7 @@ class GenerationService:
         return result
 
 
-def _most_tokens(details: Details) -> int:
+def _max_tokens(details: Details) -> int:
     """Return the maximum number of tokens in an output."""
     return (
         max(MAX_TOKENS_PER_OUTPUT // (1 + details.top_n), 1)

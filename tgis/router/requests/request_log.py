@@ -122,11 +122,11 @@ class InputLog:
             error.is_logged = True
         if not logger.isEnabledFor(logging.ERROR):
             return
-        code, told = Code.INTERNAL, ""
+        code, reason = Code.INTERNAL, ""
         if isinstance(error, RouterError):
-            code, told = error.code, f": {error.log_text[:MAX_ERROR_CHARS]}"
+            code, reason = error.code, f": {error.log_text[:MAX_ERROR_CHARS]}"
         fields = self._fields() | {"code": code.name} | self._durations(None)
-        logger.error("%s failed with %s%s", self.kind, code.name, told, extra={FIELDS: fields})
+        logger.error("%s failed with %s%s", self.kind, code.name, reason, extra={FIELDS: fields})
 
     def _end(self, reason: StopReason, last: Output | None) -> None:
         self.has_ended = True

@@ -61,10 +61,10 @@ class RequestLimits:
         return room if limit is None else min(limit, room)
 
     def max_stop_sequences_for(self, api: ApiRules) -> int:
-        most, of_api = self.max_stop_sequences, api.max_stop_sequences
-        if most is None:
+        of_operator, of_api = self.max_stop_sequences, api.max_stop_sequences
+        if of_operator is None:
             return of_api
-        return max(most, of_api) if api.keeps_its_stop_bound else most
+        return max(of_operator, of_api) if api.keeps_its_stop_bound else of_operator
 
     def max_best_of_for(self, api: ApiRules) -> int:
         return api.max_best_of if self.max_best_of is None else self.max_best_of
@@ -91,12 +91,12 @@ def check_parameters(
     limit starts here. Raises RequestError for the first broken rule. Rules that TGIS lacks come last."""
     deadline = time.monotonic() + params.time_limit_ms / 1000
     sampling = _check_sampling(params, api, limits)
-    most, min_new_tokens = limits.max_new_tokens_for(api), params.min_new_tokens
-    max_new_tokens = params.max_new_tokens or api.default_max_new_tokens or most
+    max_allowed, min_new_tokens = limits.max_new_tokens_for(api), params.min_new_tokens
+    max_new_tokens = params.max_new_tokens or api.default_max_new_tokens or max_allowed
     # Without a limit of the operator or the API, the room after the input shortens the answer.
     is_bounded = limits.max_new_tokens is not None or api.max_new_tokens is not None
-    fits = max_new_tokens <= most or not is_bounded
-    _require(fits, f"max_new_tokens must be <= {most}", parameter="max_new_tokens")
+    fits = max_new_tokens <= max_allowed or not is_bounded
+    _require(fits, f"max_new_tokens must be <= {max_allowed}", parameter="max_new_tokens")
     fits = min_new_tokens <= max_new_tokens
     _require(fits, "min_new_tokens must be <= max_new_tokens", parameter="min_new_tokens")
     _check_penalties(sampling)
@@ -223,9 +223,9 @@ class Validator:
             raise InputTooLongError(f"{sums} must be < {limit}", num_inputs)
         if minimum > num_left:
             raise InputTooLongError(f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}", num_inputs)
-        most = self.limits.max_input_tokens
-        if most is not None and num_inputs > most:
-            raise InputTooLongError(f"input tokens ({shown}) must be <= {most}", num_inputs)
+        max_input_tokens = self.limits.max_input_tokens
+        if max_input_tokens is not None and num_inputs > max_input_tokens:
+            raise InputTooLongError(f"input tokens ({shown}) must be <= {max_input_tokens}", num_inputs)
         return num_left
 
     def _prefix_length(self, adapters: CallAdapters) -> int:
@@ -290,9 +290,9 @@ def _check_guided(params: Parameters, limits: RequestLimits) -> Constraint | Non
 
 
 def _check_details(params: Parameters, api: ApiRules, limits: RequestLimits) -> Details:
-    most_stops = limits.max_stop_sequences_for(api)
-    has_few_stops = len(params.stop_sequences) <= most_stops
-    _require(has_few_stops, STOP_SEQUENCES_TEXT.format(most_stops), parameter="stop_sequences")
+    max_stops = limits.max_stop_sequences_for(api)
+    has_few_stops = len(params.stop_sequences) <= max_stops
+    _require(has_few_stops, STOP_SEQUENCES_TEXT.format(max_stops), parameter="stop_sequences")
     num_top, max_top_n = params.top_n_tokens, api.max_top_n_tokens or limits.max_top_n_tokens
     wants_more = params.token_logprobs or params.token_ranks or num_top > 0
     _require(

@@ -93,8 +93,8 @@ async def test_a_key_has_its_effect_and_no_other(
 
 def test_every_key_has_an_effect_here() -> None:
     """`tgis-input: ids` and `tgis-tokens: ids` are covered by test_token_ids."""
-    told = {key for headers, _, effect in EFFECTS for key, _ in headers if effect}
-    assert told | {"tgis-min-p", "tgis-input", "tgis-tokens"} == set(KEYS)
+    keys = {key for headers, _, effect in EFFECTS for key, _ in headers if effect}
+    assert keys | {"tgis-min-p", "tgis-input", "tgis-tokens"} == set(KEYS)
 
 
 @on_the_fixtures_loop
@@ -257,10 +257,10 @@ async def test_no_random_value_gets_further_than_a_refusal(served: ServedGrpc) -
         if key == "tgis-stop-token-ids" and not metadata.refusal:
             assert ",".join(map(str, metadata.values[key])) == re.sub(r"\b0+(?=\d)", "", text)
         if r.random() < 0.05 and text.isascii() and text.isprintable():
-            code, told = await status_of(
+            code, details = await status_of(
                 served.stub.Generate(batch("5", stopping=stopping(1)), metadata=[(key, value)])
             )
-            assert (code, told) == ((INVALID, metadata.refusal) if metadata.refusal else (OK, ""))
+            assert (code, details) == ((INVALID, metadata.refusal) if metadata.refusal else (OK, ""))
 
 
 @on_the_fixtures_loop
@@ -310,8 +310,8 @@ async def test_refusals_come_in_the_order_of_tgis(served: ServedGrpc) -> None:
     wrong = batch("a", stopping=pb.StoppingCriteria(stop_sequences=[""]))
     _, text = await status_of(served.stub.Generate(wrong, metadata=[beyond]))
     assert text.startswith("can specify at most 6")
-    told = "stop_token_ids: token id 999 is beyond the model's vocabulary of 400 tokens"
-    assert await status_of(served.stub.Generate(batch("x" * 9999), metadata=[beyond])) == (INVALID, told)
+    details = "stop_token_ids: token id 999 is beyond the model's vocabulary of 400 tokens"
+    assert await status_of(served.stub.Generate(batch("x" * 9999), metadata=[beyond])) == (INVALID, details)
 
 
 async def test_as_many_biases_as_are_allowed_fit_the_default_limit(tmp_path: Any) -> None:

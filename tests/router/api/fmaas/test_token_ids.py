@@ -110,8 +110,8 @@ async def test_ids_that_cannot_be_served_are_refused_as_texts_are(served: Served
         written([5] * limit): long.format(limit),
         written([5] * 500_000): long.format(500_000),
     }
-    for text, told in cases.items():
-        assert await status_of(served.stub.Generate(batch("1", text), metadata=[IDS_IN])) == (INVALID, told)
+    for text, error in cases.items():
+        assert await status_of(served.stub.Generate(batch("1", text), metadata=[IDS_IN])) == (INVALID, error)
     fits = batch(written([5] * (limit - 1)), stopping=stopping(5))
     [response] = (await served.stub.Generate(fits, metadata=[IDS_IN])).responses
     assert (response.input_token_count, response.generated_token_count) == (limit - 1, 1)

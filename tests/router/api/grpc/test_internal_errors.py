@@ -117,10 +117,10 @@ def test_the_log_has_the_cause_under_the_id(setup: Setup, name: str) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         make(setup)
     assert caught.value.code() is grpc.StatusCode.INTERNAL
-    told = TOLD.fullmatch(caught.value.details())
-    assert told, caught.value.details()
-    setup.service.wait_for_line(f"request {told[1]} failed: {cause}", 5)
-    setup.service.wait_for_line(f"request_id={told[1]} ", 5)  # the call's own log line
+    match = TOLD.fullmatch(caught.value.details())
+    assert match, caught.value.details()
+    setup.service.wait_for_line(f"request {match[1]} failed: {cause}", 5)
+    setup.service.wait_for_line(f"request_id={match[1]} ", 5)  # the call's own log line
 
 
 def test_failures_outside_of_generations_too(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_failures_outside_of_generations_too(tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             setup.stub.ModelInfo(pb.ModelInfoRequest())
         assert caught.value.code() is grpc.StatusCode.INTERNAL
-        told = TOLD.fullmatch(caught.value.details())
-        assert told, caught.value.details()
-        setup.service.wait_for_line(f"request {told[1]} failed: ValueError('no such kind')", 5)
+        match = TOLD.fullmatch(caught.value.details())
+        assert match, caught.value.details()
+        setup.service.wait_for_line(f"request {match[1]} failed: ValueError('no such kind')", 5)
     finally:
         stop_router(setup)

@@ -146,7 +146,7 @@ TWICE = "has a token that another line gives to another tenant"
 
 
 @pytest.mark.parametrize(
-    ("text", "number", "told"),
+    ("text", "number", "reason"),
     [
         ("a\nsecret b\n", 2, FORM),
         ("tenant secret\n", 1, FORM),
@@ -161,13 +161,13 @@ TWICE = "has a token that another line gives to another tenant"
     ],
 )
 def test_a_line_that_is_neither_form_is_refused_by_its_number(
-    tmp_path: Path, text: str, number: int, told: str
+    tmp_path: Path, text: str, number: int, reason: str
 ) -> None:
     path = tmp_path / "tokens"
     path.write_text(text)
     with pytest.raises(StartupError) as refused:
         BearerTokens(str(path))
-    assert str(refused.value) == f"line {number} of the file of bearer tokens {path} {told}"
+    assert str(refused.value) == f"line {number} of the file of bearer tokens {path} {reason}"
     assert "secret" not in str(refused.value)
 
 

@@ -53,8 +53,8 @@ def scrape(setup: Setup) -> dict[str, float]:
     connection.request("GET", "/metrics")
     lines = connection.getresponse().read().decode().splitlines()
     connection.close()
-    told = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, _, value in told}
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -112,11 +112,11 @@ def test_a_call_and_its_refusals_are_seen_without_their_texts(
     wait_until(lambda: len(collector[0].spans) >= 2)
     stop_router(setup)
     lines = lines_of(setup)
-    [told] = [line for line in lines if line["correlation_id"] == "request-1"]
-    assert (told["method"], told["tenant"], told["output_tokens"]) == ("Completion", "team-7", 3)
+    [entry] = [line for line in lines if line["correlation_id"] == "request-1"]
+    assert (entry["method"], entry["tenant"], entry["output_tokens"]) == ("Completion", "team-7", 3)
     assert sum(line["correlation_id"] == "bad" for line in lines) == len(refused), "one line for each"
     told_spans = [(span, values(span.attributes)) for span in collector[0].spans]  # from routers in any order
-    [(span, attributes)] = [told for told in told_spans if told[1]["http.response.status_code"] == 200]
+    [(span, attributes)] = [entry for entry in told_spans if entry[1]["http.response.status_code"] == 200]
     assert (span.name, span.parent_span_id.hex()) == (f"POST {PATH}", PARENT_ID)
     assert attributes["http.route"] == PATH
     assert attributes["gen_ai.operation.name"] == "text_completion"

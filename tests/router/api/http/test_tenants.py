@@ -99,11 +99,11 @@ def spans_of(collector: Collector, least: int) -> dict[object, object]:
     while len(spans := collector.spans) < least:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    told = [values(span.attributes) for span in spans]
-    return {each["tgis.correlation_id"]: each["tgis.tenant"] for each in told}
+    attributes = [values(span.attributes) for span in spans]
+    return {each["tgis.correlation_id"]: each["tgis.tenant"] for each in attributes}
 
 
 def lines_of(setup: Setup) -> dict[object, object]:
     """Return the tenant of each call with a line in the log."""
-    told = (json.loads(line) for line in setup.service.output.splitlines() if line.startswith("{"))
-    return {each["correlation_id"]: each.get("tenant") for each in told if each.get("api") == "openai"}
+    entries = (json.loads(line) for line in setup.service.output.splitlines() if line.startswith("{"))
+    return {each["correlation_id"]: each.get("tenant") for each in entries if each.get("api") == "openai"}

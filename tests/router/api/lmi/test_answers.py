@@ -127,13 +127,13 @@ async def test_a_stop_sequence_of_several_tokens(tmp_path: Path, is_included: bo
         served.scene.shard.model.script = script * 10
         more = {"stop_sequences": [stop], "include_stop_str_in_output": is_included}
         body = inputs(max_new_tokens=50, details=True, **more)
-        told = (await ask(served, body)).json
+        answer = (await ask(served, body)).json
         lines = (await ask(served, body | {"stream": True})).lines
-        assert told["generated_text"] == " lazy lad laz" + is_included * stop
+        assert answer["generated_text"] == " lazy lad laz" + is_included * stop
         tokens = [line["token"] for line in lines]
         assert "".join(token["text"] for token in tokens) == lines[-1]["generated_text"]
-        assert told["details"]["tokens"] == tokens
-        assert (lines[-1]["generated_text"], len(tokens)) == (told["generated_text"], len(script))
+        assert answer["details"]["tokens"] == tokens
+        assert (lines[-1]["generated_text"], len(tokens)) == (answer["generated_text"], len(script))
         texts = [token["text"] for token in tokens]
         assert texts == (pieces if is_included else [*pieces[:3], " laz", ""])
 
@@ -141,19 +141,19 @@ async def test_a_stop_sequence_of_several_tokens(tmp_path: Path, is_included: bo
 async def compare(served: ServedHttp, text: str, more: dict[str, Any]) -> str:
     """Compare the whole and the streamed answer for a text. Return the finish reason."""
     body = {"inputs": text, "parameters": {"max_new_tokens": 25, "details": True} | more}
-    told = (await ask(served, body)).json
+    whole = (await ask(served, body)).json
     lines = (await ask(served, body | {"stream": True})).lines
-    details, last = told["details"], lines[-1]
+    details, last = whole["details"], lines[-1]
     assert [line["token"] for line in lines] == details["tokens"]
     assert [line["top_tokens"] for line in lines if "top_tokens" in line] == details.get("top_tokens", [])
-    assert last["generated_text"] == told["generated_text"]
+    assert last["generated_text"] == whole["generated_text"]
     assert last["details"] == {key: details[key] for key in last["details"]}
     assert all(set(line) <= {"token", "top_tokens"} for line in lines[:-1])
     told_ids = [token["id"] for token in details["tokens"]]
     assert told_ids == follow(ids_of(served, text), 25)[: len(told_ids)]
     assert details["generated_tokens"] == len(told_ids)
     joined = "".join(token["text"] for token in details["tokens"])
-    assert told["generated_text"] == (text if more.get("return_full_text") else "") + joined
+    assert whole["generated_text"] == (text if more.get("return_full_text") else "") + joined
     check_text(served, told_ids, joined, details["finish_reason"], more)
     reason: str = details["finish_reason"]
     return reason

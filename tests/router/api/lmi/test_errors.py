@@ -28,7 +28,7 @@ def refused(status: int, kind: str, message: str) -> tuple[int, dict[str, Any]]:
     return status, {"code": status, "type": kind, "message": message}
 
 
-def told(answer: HttpReply) -> tuple[int, Any]:
+def status_and_body(answer: HttpReply) -> tuple[int, Any]:
     assert answer.headers["content-type"] == "application/json"
     return answer.status, answer.json
 
@@ -37,7 +37,7 @@ async def test_a_full_queue(served: ServedHttp) -> None:
     body = {"inputs": ["a"] * 65, "parameters": {"n": 2}}  # more than the 128 places
     answer = await ask(served, body)
     text = "Worker queue capacity exceeded for model: served-model"
-    assert told(answer) == refused(503, "WlmCapacityException", text)
+    assert status_and_body(answer) == refused(503, "WlmCapacityException", text)
     assert answer.headers["retry-after"] == "1"
 
 
@@ -72,7 +72,7 @@ async def test_refusals_by_the_server(served: ServedHttp) -> None:
         ),
     ]
     for call, *expected in cases:
-        assert told(await call) == refused(*expected)  # type: ignore[arg-type]
+        assert status_and_body(await call) == refused(*expected)  # type: ignore[arg-type]
 
 
 async def test_headers(served: ServedHttp) -> None:
@@ -93,7 +93,7 @@ async def test_headers(served: ServedHttp) -> None:
     for kind in ("text/csv", "application/x-www-form-urlencoded"):
         text = "the content type must be application/json or text/plain"
         expected = {"code": 415, "type": "UnsupportedMediaTypeException", "message": text}
-        assert told(await ask(served, STREAM, **{"content-type": kind})) == (415, expected)
+        assert status_and_body(await ask(served, STREAM, **{"content-type": kind})) == (415, expected)
 
 
 async def test_tokens(tmp_path: Path) -> None:
@@ -107,13 +107,13 @@ async def test_tokens(tmp_path: Path) -> None:
         )
         assert (await ask(served, STREAM, authorization="Bearer secret")).status == 200
         answer = await ask(served, b"", "/ping", method="GET")  # the probe needs no token
-        assert told(answer) == (200, {"status": "Healthy"})
+        assert status_and_body(answer) == (200, {"status": "Healthy"})
 
 
 async def test_the_probe_of_a_service_that_is_not_ready(tmp_path: Path) -> None:
     async with open_lmi(tmp_path, is_ready=lambda: False) as served:
         answer = await ask(served, b"", "/ping", method="GET")
-        assert told(answer) == (503, {"status": "Unhealthy"})
+        assert status_and_body(answer) == (503, {"status": "Unhealthy"})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -130,7 +130,7 @@ async def test_a_first_token_that_is_late(tmp_path: Path, stream: bool) -> None:
     async with open_lmi(tmp_path, first_token_timeout=0.2) as served:
         served.scene.shard.step_s = 0.5
         answer = await ask(served, STREAM | {"stream": stream})
-        assert told(answer) == refused(400, "TranslateException", "Time out in: 0.2")
+        assert status_and_body(answer) == refused(400, "TranslateException", "Time out in: 0.2")
         await given_back(served)
 
 
@@ -138,7 +138,7 @@ async def test_a_further_token_that_is_late(tmp_path: Path) -> None:
     async with open_lmi(tmp_path, next_token_timeout=0.4) as served:
         late_at_fourth_step(served)
         answer = await ask(served, STREAM | {"stream": False})
-        assert told(answer) == (424, {"code": 424, "error": "no token came within 0.4 s"})
+        assert status_and_body(answer) == (424, {"code": 424, "error": "no token came within 0.4 s"})
         late_at_fourth_step(served)
         *lines, last = (await ask(served, STREAM)).lines
         assert 0 < len(lines) <= 3

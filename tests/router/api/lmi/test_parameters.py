@@ -54,9 +54,9 @@ async def test_sampling(served: ServedHttp) -> None:
     for fields in SAMPLED:
         sampling = (await spec_of(served, **fields)).sampling
         assert not sampling.greedy, fields
-        told = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        values = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         names = (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
-        assert told == tuple(fields.get(name, default) for name, default in names)
+        assert values == tuple(fields.get(name, default) for name, default in names)
         assert "seed" not in fields or sampling.seed == fields["seed"]
     for fields in GREEDY:
         assert (await spec_of(served, **fields)).sampling.greedy, fields
@@ -86,8 +86,8 @@ async def test_details(served: ServedHttp) -> None:
     details = (await spec_of(served, decoder_input_details=True, top_n_tokens=4)).details
     assert (details.generated_tokens, details.input_tokens, details.top_n) == (False, False, 0)
     details = (await spec_of(served, details=True)).details
-    told = (details.generated_tokens, details.logprobs, details.raw, details.input_tokens)
-    assert told == (True, True, True, False)
+    flags = (details.generated_tokens, details.logprobs, details.raw, details.input_tokens)
+    assert flags == (True, True, True, False)
     details = (await spec_of(served, details=True, prompt_logprobs=0, logprobs=3)).details
     assert (details.input_tokens, details.top_n) == (True, 3)
     assert (await spec_of(served, details=True, top_n_tokens=2, logprobs=3)).details.top_n == 2

@@ -121,10 +121,10 @@ def check_observability(setup: Setup, port: int, collector: Collector) -> None:
     setup.shards[0].step_s = 0.001
     wait_for(lambda: metric(setup, "tgi_http_api_active_streams") == 0)
     lines = [json.loads(line) for line in setup.service.output.splitlines() if line.startswith("{")]
-    told = [(line["method"], line.get("parameter")) for line in lines if line.get("api") == "lmi"]
-    assert ("Invocation", None) in told
-    assert ("Prediction", None) in told
-    assert (PATH, "num_beams") in told
+    logged = [(line["method"], line.get("parameter")) for line in lines if line.get("api") == "lmi"]
+    assert ("Invocation", None) in logged
+    assert ("Prediction", None) in logged
+    assert (PATH, "num_beams") in logged
     wait_for(lambda: len(collector.spans) >= 3)
     spans = {span.name: values(span.attributes) for span in collector.spans}
     assert spans["POST /predictions/{model}"]["http.response.status_code"] == 200

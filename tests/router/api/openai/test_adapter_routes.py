@@ -46,8 +46,8 @@ async def digest_of(served: ServedHttp, client: openai.AsyncOpenAI, model: str) 
 
 async def test_a_name_is_given_replaced_and_taken_away(tmp_path: Path) -> None:
     async with open_adapters(tmp_path) as (served, client, library):
-        told = await ask(served, "load", lora_name="sql", lora_path="one")
-        assert told == (200, ADDED.format("sql"))
+        answer = await ask(served, "load", lora_name="sql", lora_path="one")
+        assert answer == (200, ADDED.format("sql"))
         assert library.loads["digest of one"] == 1, "it is loaded before the answer"
         assert await digest_of(served, client, "sql") == "digest of one"
         assert library.loads["digest of one"] == 1
@@ -60,8 +60,8 @@ async def test_a_name_is_given_replaced_and_taken_away(tmp_path: Path) -> None:
         assert (status, "already been loaded" in text) == (400, True)
         assert await digest_of(served, client, "sql") == "digest of one"
         path = f"{tmp_path}/store/two//b/"
-        told = await ask(served, "load", lora_name="sql", lora_path=path, load_inplace=True)
-        assert told == (200, ADDED.format("sql"))
+        answer = await ask(served, "load", lora_name="sql", lora_path=path, load_inplace=True)
+        assert answer == (200, ADDED.format("sql"))
         assert await digest_of(served, client, "sql") == "digest of two/b"
 
         assert await ask(served, "unload", lora_name="sql") == (200, REMOVED.format("sql"))
@@ -102,9 +102,9 @@ async def test_refusals(tmp_path: Path) -> None:
             (MODEL, "one", 400, "given at the start"),
             ("kept", "one", 400, "given at the start"),
         ):
-            told = await ask(served, "load", lora_name=name, lora_path=path)
-            assert told[0] == status, (name, path, told)
-            assert text in told[1], (name, path, told)
+            answer = await ask(served, "load", lora_name=name, lora_path=path)
+            assert answer[0] == status, (name, path, answer)
+            assert text in answer[1], (name, path, answer)
         assert (await ask(served, "load", lora_name="x"))[0] == 400
         assert (await ask(served, "unload"))[0] == 400
         assert (await ask(served, "unload", lora_name="kept"))[0] == 400
@@ -116,9 +116,9 @@ async def test_of_two_calls_for_one_name_one_wins(tmp_path: Path) -> None:
     async with open_adapters(tmp_path) as (served, client, library):
         library.load_s = 0.05
         calls = [ask(served, "load", lora_name="sql", lora_path=path) for path in ("one", "two/b")]
-        told = dict(zip(("one", "two/b"), await asyncio.gather(*calls), strict=True))
-        assert sorted(status for status, _ in told.values()) == [200, 400]
-        [winner] = [path for path, (status, _) in told.items() if status == 200]
+        answers = dict(zip(("one", "two/b"), await asyncio.gather(*calls), strict=True))
+        assert sorted(status for status, _ in answers.values()) == [200, 400]
+        [winner] = [path for path, (status, _) in answers.items() if status == 200]
         assert await digest_of(served, client, "sql") == f"digest of {winner}"
 
 

@@ -75,8 +75,12 @@ def test_an_adapter_that_finds_no_room_may_be_asked_for_again(router: Setup, cli
 def test_preloaded_adapters_are_listed(client: openai.OpenAI) -> None:
     cards = {card.id: card for card in client.models.list()}
     assert list(cards) == [MODEL, "tiny-v1", PRELOADED]
-    told = cards[PRELOADED].model_dump()
-    assert (told["root"], told["parent"], told["max_model_len"]) == (PRELOADED, MODEL, MAX_SEQUENCE_LENGTH)
+    model_card = cards[PRELOADED].model_dump()
+    assert (model_card["root"], model_card["parent"], model_card["max_model_len"]) == (
+        PRELOADED,
+        MODEL,
+        MAX_SEQUENCE_LENGTH,
+    )
     assert client.models.retrieve(PRELOADED) == cards[PRELOADED]
     for name in (OTHER, "nobody"):
         with pytest.raises(openai.NotFoundError) as caught:

@@ -51,10 +51,10 @@ def ids_of(served: ServedHttp, text: str) -> list[int]:
     return ids
 
 
-def follow(inputs: list[int], most: int) -> list[int]:
+def follow(inputs: list[int], max_new_tokens: int) -> list[int]:
     """Return the tokens that the model of a shard generates."""
     tokens = list(inputs)
-    while len(tokens) < len(inputs) + most and (len(tokens) == len(inputs) or tokens[-1] != EOS):
+    while len(tokens) < len(inputs) + max_new_tokens and (len(tokens) == len(inputs) or tokens[-1] != EOS):
         tokens.append(next_token(tokens, VOCAB_SIZE))
     return tokens[len(inputs) :]
 

@@ -87,12 +87,12 @@ async def test_slices_join_to_the_text_of_the_tokens(names: TokenNames, count: i
     sent, sent_chat = await body_of(response), await body_of(chat)
     answer, content = json.loads(sent), json.loads(sent_chat)["content"]
     assert (answer["model"], len(answer["choices"])) == (HEADER.model, 1)
-    told, prompt = answer["choices"][0]["logprobs"], answer["choices"][0]["prompt_logprobs"]
+    logprobs, prompt = answer["choices"][0]["logprobs"], answer["choices"][0]["prompt_logprobs"]
     expected = [token.logprob for token in tokens]
-    assert told["token_logprobs"] == [None, *expected[1:]][:count]
-    assert told["tokens"] == [names.of(token.token_id) for token in tokens]
-    assert told["text_offset"] == sorted(told["text_offset"])
-    assert [len(told[field]) for field in ("text_offset", "top_logprobs")] == [count, count]
+    assert logprobs["token_logprobs"] == [None, *expected[1:]][:count]
+    assert logprobs["tokens"] == [names.of(token.token_id) for token in tokens]
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    assert [len(logprobs[field]) for field in ("text_offset", "top_logprobs")] == [count, count]
     assert [
         each and each[str(token.token_id)]["logprob"] for each, token in zip(prompt, tokens, strict=True)
     ] == [None, *expected[1:]][:count]
@@ -139,9 +139,9 @@ async def test_a_long_answer_arrives_whole(tmp_path: Path, monkeypatch: pytest.M
     assert status == 200
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     for choice in answer["choices"]:
-        told = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
+        pairs = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
         # The fake shard's ranks are positions.
-        assert [each[str(token_id)]["rank"] for each, token_id in told] == list(range(1, len(prompt)))
+        assert [each[str(token_id)]["rank"] for each, token_id in pairs] == list(range(1, len(prompt)))
         logprobs = choice["logprobs"]["token_logprobs"]
         assert logprobs[0] is None
         assert len(logprobs) == len(prompt) + 2

@@ -29,8 +29,8 @@ async def test_loaded_adapters_are_listed() -> None:
     models = Models(("a", "b"), adapter_ids=lambda: ("x/y",))
     routes = ModelRoutes(models, 77, default_sampling={"top_k": 5})
     answer = json.loads(bytes((await routes.list_models(None)).body))  # type: ignore[arg-type]
-    told = [(each["id"], each["root"], each["parent"], each["max_model_len"]) for each in answer["data"]]
-    assert told == [("a", "a", None, 77), ("b", "a", None, 77), ("x/y", "x/y", "a", 77)]
+    cards = [(each["id"], each["root"], each["parent"], each["max_model_len"]) for each in answer["data"]]
+    assert cards == [("a", "a", None, 77), ("b", "a", None, 77), ("x/y", "x/y", "a", 77)]
     assert [each["default_sampling"] for each in answer["data"]] == [{"top_k": 5}] * 3
     assert await models.choose("x/y") == ("x/y", "x/y")
     assert await models.choose("b") == ("b", None)

@@ -63,12 +63,12 @@ async def test_spans_and_lines_of_each_route(
             assert [spec.cache_salt.tenant for spec in served.handle.specs] == ["team-7"] * 2
     tracing.close()
     spans = collector[0].spans
-    told = [(span.name, values(span.attributes), span.trace_id.hex()) for span in spans]
-    assert [name for name, _, _ in told] == [f"POST {path}" for path, _ in ASKS]
-    for (path, _), (_, attributes, trace_id) in zip(ASKS, told, strict=True):
+    recorded = [(span.name, values(span.attributes), span.trace_id.hex()) for span in spans]
+    assert [name for name, _, _ in recorded] == [f"POST {path}" for path, _ in ASKS]
+    for (path, _), (_, attributes, trace_id) in zip(ASKS, recorded, strict=True):
         assert (attributes["http.route"], attributes["http.response.status_code"]) == (path, 200)
         assert trace_id == TRACE_ID
-    own = [{name: attributes.get(name) for name in expected(path)} for path, attributes, _ in told[:2]]
+    own = [{name: attributes.get(name) for name in expected(path)} for path, attributes, _ in recorded[:2]]
     assert own == [expected("POST /v1/completions"), expected("POST /v1/chat/completions")]
     lines = [getattr(record, FIELDS) for record in caplog.records if hasattr(record, FIELDS)]
     names = ("api", "method", "correlation_id", "tenant", "output_tokens", "model")
@@ -104,7 +104,7 @@ async def test_each_refusal_has_one_line_and_its_status_in_its_span(
         series = served.scene.metrics.render().decode()
     tracing.close()
     spans = [(span.name, values(span.attributes)) for span in collector[0].spans]
-    assert [(name, told["http.response.status_code"]) for name, told in spans] == [
+    assert [(name, recorded["http.response.status_code"]) for name, recorded in spans] == [
         (f"POST {path}", status) for path, _, status, has_span in REFUSED if has_span
     ]
     assert f'tgi_request_failure_total{{err="validation"}} {len(spans)}.0\n' in series

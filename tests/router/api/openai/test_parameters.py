@@ -113,9 +113,9 @@ def translated(error: RequestError, model: str | None = None) -> ApiError:
     return caught.value
 
 
-MOST_TOKENS = "max_new_tokens must be <= 5"
+MAX_TOKENS_TEXT = "max_new_tokens must be <= 5"
 REFUSALS: list[tuple[RequestError, str | None, str | None, str]] = [
-    (RequestError(MOST_TOKENS, "max_new_tokens"), "max_tokens", None, "max_tokens must be <= 5"),
+    (RequestError(MAX_TOKENS_TEXT, "max_new_tokens"), "max_tokens", None, "max_tokens must be <= 5"),
     (
         RequestError("min_new_tokens must be <= max_new_tokens", "min_new_tokens"),
         "min_tokens",
@@ -140,8 +140,8 @@ def test_refusals(error: RequestError, param: str | None, code: str | None, mess
     for error.is_logged in (False, True):
         shown = translated(error)
         assert shown.is_logged == error.is_logged
-        told = describe(shown)[1]
-        assert (shown.status, told.param, told.code, told.message) == (400, param, code, message)
+        details = describe(shown)[1]
+        assert (shown.status, details.param, details.code, details.message) == (400, param, code, message)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_refusals(error: RequestError, param: str | None, code: str | None, mess
 )
 def test_answers_to_errors(error: Exception, status: int, kind: str, is_temporary: bool) -> None:
     response = OPENAI_ERRORS.respond(error)
-    told = json.loads(bytes(response.body))["error"]
-    assert (response.status_code, told["type"]) == (status, kind)
+    details = json.loads(bytes(response.body))["error"]
+    assert (response.status_code, details["type"]) == (status, kind)
     assert ("retry-after" in response.headers) == is_temporary
 
 

@@ -40,8 +40,8 @@ async def ask(chats: ScriptedChats, **fields: Any) -> tuple[dict[str, Any], dict
     for name in ("completion_tokens", "completion_tokens_details"):
         assert usage.model_dump(exclude_unset=True)[name] == whole["usage"][name]
     assert reason == choice["finish_reason"]
-    told = {name: value for name, value in choice["message"].items() if value is not None}
-    assert message == told
+    present = {name: value for name, value in choice["message"].items() if value is not None}
+    assert message == present
     return choice["message"], whole["usage"], choice["finish_reason"]
 
 
@@ -90,10 +90,10 @@ async def test_chunks_count_the_tokens_of_their_choice(tmp_path: Path) -> None:
             assert chunk.usage.completion_tokens_details is not None
             num_reasoning = chunk.usage.completion_tokens_details.reasoning_tokens or 0
             counts[chunk.choices[0].index].append((chunk.usage.completion_tokens, num_reasoning))
-        for told in counts.values():
-            assert told == sorted(told)
-            assert told[0] == (0, 0)
-            assert told[-1] == (num_tokens, num_reasoned)
+        for totals in counts.values():
+            assert totals == sorted(totals)
+            assert totals[0] == (0, 0)
+            assert totals[-1] == (num_tokens, num_reasoned)
 
 
 async def test_constraints_begin_after_the_reasoning(tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ async def test_calls_come_after_the_reasoning(tmp_path: Path) -> None:
 
 async def test_budgets_need_marks_that_are_tokens(tmp_path: Path) -> None:
     body = {"messages": HELLO, "max_reasoning_tokens": 5}
-    for formats, told in ((THINKING, "no tokens"), (ChatFormats(), "--reasoning-parser")):
-        async with scripted_chats(tmp_path / told, formats) as chats:
+    for formats, text in ((THINKING, "no tokens"), (ChatFormats(), "--reasoning-parser")):
+        async with scripted_chats(tmp_path / text, formats) as chats:
             status, answer = await post(chats.served, "/v1/chat/completions", body)
             assert (status, answer["error"]["param"]) == (400, "max_reasoning_tokens")
-            assert told in answer["error"]["message"]
+            assert text in answer["error"]["message"]
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "to be"}}\n</tool_call>'

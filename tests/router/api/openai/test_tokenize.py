@@ -24,8 +24,8 @@ async def test_tokens_are_the_librarys(tmp_path: Path) -> None:
                 "token_strs": expected.tokens,
             }
         assert answer["tokens"] != fast.encode(text).ids, "the tokenizer adds nothing"
-        _, told = await post(served, "/detokenize", {"tokens": answer["tokens"]})
-        assert told == {"prompt": text}
+        _, detokenized = await post(served, "/detokenize", {"tokens": answer["tokens"]})
+        assert detokenized == {"prompt": text}
         long = text * 2000  # long enough for the tokenization process
         _, answer = await post(served, "/tokenize", {"prompt": long})
         assert answer["tokens"] == fast.encode(long).ids

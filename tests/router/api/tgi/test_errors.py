@@ -22,15 +22,15 @@ PATHS = ("/generate", "/generate_stream", "/", "/invocations", "/chat_tokenize")
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
 
 
-def plain(told: HttpReply) -> tuple[int, str]:
-    assert told.headers["content-type"] == "text/plain; charset=utf-8"
-    return told.status, told.body.decode()
+def plain(answer: HttpReply) -> tuple[int, str]:
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    return answer.status, answer.body.decode()
 
 
-def error(told: HttpReply) -> tuple[int, str, str]:
-    assert told.headers["content-type"] == "application/json"
-    assert tuple(told.json) == ("error", "error_type")
-    return told.status, told.json["error"], told.json["error_type"]
+def error(answer: HttpReply) -> tuple[int, str, str]:
+    assert answer.headers["content-type"] == "application/json"
+    assert tuple(answer.json) == ("error", "error_type")
+    return answer.status, answer.json["error"], answer.json["error_type"]
 
 
 async def test_bodies_that_cannot_be_read(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ async def test_bodies_that_cannot_be_read(tmp_path: Path) -> None:
         assert plain(await call(served, "/tokenize", large)) == (413, TOO_LARGE)
         assert plain(await call(served, "/generate", b'{"inputs": "\xff"}'))[0] == 400
         for kind in ("application/json; charset=utf-8", "application/vnd.api+json"):
-            told = await call(served, "/generate", inputs(max_new_tokens=1), **{"content-type": kind})
-            assert told.status == 200
+            answer = await call(served, "/generate", inputs(max_new_tokens=1), **{"content-type": kind})
+            assert answer.status == 200
 
 
 WRONG_FIELDS: list[tuple[Any, str]] = [
@@ -71,22 +71,22 @@ WRONG_FIELDS: list[tuple[Any, str]] = [
 async def test_wrong_fields(tmp_path: Path) -> None:
     async with open_tgi(tmp_path) as served:
         for body, text in WRONG_FIELDS:
-            status, told = plain(await call(served, "/generate", body))
+            status, message = plain(await call(served, "/generate", body))
             assert status == 422
-            assert told.startswith(WRONG + text), (body, told)
-        told = plain(await call(served, "/invocations", {"parameters": {}}))[1]
-        assert told == WRONG + "it has none of `inputs`, `messages` and `prompt`"
+            assert message.startswith(WRONG + text), (body, message)
+        message = plain(await call(served, "/invocations", {"parameters": {}}))[1]
+        assert message == WRONG + "it has none of `inputs`, `messages` and `prompt`"
 
 
 async def test_routes_and_methods(tmp_path: Path) -> None:
     async with open_tgi(tmp_path) as served:
-        told = await call(served, "/generate", method="GET")
-        assert (told.status, told.headers["allow"], told.body) == (405, "POST", b"")
-        told = await call(served, "/", method="PUT")
-        assert (told.status, told.headers["allow"]) == (405, "GET, HEAD, POST")
+        answer = await call(served, "/generate", method="GET")
+        assert (answer.status, answer.headers["allow"], answer.body) == (405, "POST", b"")
+        answer = await call(served, "/", method="PUT")
+        assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD, POST")
         assert error(await call(served, "/nowhere"))[::2] == (404, "not_found")
-        told = await call(served, "/v1/nowhere")
-        assert (told.status, told.json["error"]["type"]) == (404, "invalid_request_error")
+        answer = await call(served, "/v1/nowhere")
+        assert (answer.status, answer.json["error"]["type"]) == (404, "invalid_request_error")
 
 
 async def test_tokens(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ async def test_tokens(tmp_path: Path) -> None:
         body = inputs(max_new_tokens=1)
         for key in ("", "Bearer wrong", "right"):
             for path in ("/generate", "/generate_stream", "/", "/invocations", "/tokenize", "/chat_tokenize"):
-                told = await call(served, path, body, authorization=key)
-                assert (told.status, told.body) == (401, b"")
-                assert told.headers["www-authenticate"] == "Bearer"
+                answer = await call(served, path, body, authorization=key)
+                assert (answer.status, answer.body) == (401, b"")
+                assert answer.headers["www-authenticate"] == "Bearer"
         assert (await call(served, "/generate", body, authorization="Bearer right")).status == 200
         for path in ("/info", "/health", "/ping", "/"):
             assert (await call(served, path, method="GET")).status == 200
@@ -115,9 +115,9 @@ async def test_overload_comes_first(tmp_path: Path) -> None:
         await until(lambda: len(served.handle.specs) == 2)
         overloaded = ("Model is overloaded", "overloaded")
         for wrong in ({}, {"temperature": 0}, {"max_new_tokens": 9999}, {"adapter_id": "none"}):
-            told = await call(served, "/generate", inputs(**wrong))
-            assert error(told) == (429, *overloaded)
-            assert told.headers["retry-after"] == "1"
+            answer = await call(served, "/generate", inputs(**wrong))
+            assert error(answer) == (429, *overloaded)
+            assert answer.headers["retry-after"] == "1"
             stream = await call(served, "/generate_stream", inputs(**wrong))
             assert (stream.status, events_of(stream)) == (
                 200,
@@ -130,15 +130,15 @@ async def test_overload_comes_first(tmp_path: Path) -> None:
         assert error(await call(served, "/generate", two)) == (429, *overloaded)
         assert (await call(served, "/generate", inputs(max_new_tokens=1))).status == 200
         served.handle.release(claim_id)
-        assert [told.status for told in await asyncio.gather(*busy)] == [200, 200]
+        assert [answer.status for answer in await asyncio.gather(*busy)] == [200, 200]
 
 
 async def test_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure after acceptance has status 424, or is an event of a stream."""
     async with open_tgi(tmp_path) as served:
         served.scene.shard.model.refuses = lambda message: True
-        told = await call(served, "/generate", inputs(max_new_tokens=2))
-        status, text, kind = error(told)
+        answer = await call(served, "/generate", inputs(max_new_tokens=2))
+        status, text, kind = error(answer)
         assert (status, kind) == (424, "generation")
         assert text.startswith("Request failed during generation: ")
         (event,) = events_of(await call(served, "/generate_stream", inputs(max_new_tokens=2)))
@@ -153,9 +153,9 @@ async def test_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             (UnavailableError("the shards are lost"), (503, "healthcheck")),
         ):
             monkeypatch.setattr(type(served.handle), "open", _raising(failure))
-            told = await call(served, "/generate", inputs(max_new_tokens=2))
-            assert error(told)[::2] == expected
-            assert b"secret" not in told.body
+            answer = await call(served, "/generate", inputs(max_new_tokens=2))
+            assert error(answer)[::2] == expected
+            assert b"secret" not in answer.body
 
 
 def _raising(failure: Exception) -> Any:
@@ -171,16 +171,16 @@ async def test_loading_and_draining(tmp_path: Path) -> None:
         for phase, text in ((Phase.STARTING, "the model is loading"), (Phase.DRAINING, "the service is")):
             served.gate.phase = phase
             for path in PATHS:
-                status, told, kind = error(await call(served, path, inputs()))
-                assert (status, told[: len(text)], kind) == (503, text, "healthcheck")
+                status, message, kind = error(await call(served, path, inputs()))
+                assert (status, message[: len(text)], kind) == (503, text, "healthcheck")
             for path in ("/", "/health", "/ping"):
-                told = await call(served, path, method="GET")
-                assert error(told) == (503, "unhealthy", "healthcheck")
+                message = await call(served, path, method="GET")
+                assert error(message) == (503, "unhealthy", "healthcheck")
             assert (await call(served, "/info", method="GET")).status == 200
         served.gate.phase, is_ready = Phase.OPEN, True
         for path in ("/", "/health", "/ping"):
-            told = await call(served, path, method="GET")
-            assert (told.status, told.body) == (200, b"")
+            message = await call(served, path, method="GET")
+            assert (message.status, message.body) == (200, b"")
 
 
 async def test_cut_stream(tmp_path: Path) -> None:
@@ -201,13 +201,13 @@ async def test_tokens_and_places(tmp_path: Path) -> None:
     """`/tokenize` returns the positions of characters. A body with `prompt` gets OpenAI's answer."""
     async with open_tgi(tmp_path) as served:
         text = "The naïve 🙂 fox"
-        told = (await call(served, "/tokenize", {"inputs": text})).json
+        tokens = (await call(served, "/tokenize", {"inputs": text})).json
         encoding = served.tokenizer.fast.encode(text)
-        assert [one["id"] for one in told] == encoding.ids
-        assert [(one["start"], one["stop"]) for one in told] == encoding.offsets
-        assert told[0] == {"id": 0, "text": "", "start": 0, "stop": 0}
-        assert all(one["text"] == text[one["start"] : one["stop"]] for one in told)
-        assert (await call(served, "/tokenize", inputs(text, truncate=3))).json == told[-3:]
+        assert [one["id"] for one in tokens] == encoding.ids
+        assert [(one["start"], one["stop"]) for one in tokens] == encoding.offsets
+        assert tokens[0] == {"id": 0, "text": "", "start": 0, "stop": 0}
+        assert all(one["text"] == text[one["start"] : one["stop"]] for one in tokens)
+        assert (await call(served, "/tokenize", inputs(text, truncate=3))).json == tokens[-3:]
         other = (await call(served, "/tokenize", {"prompt": text})).json
         assert other["tokens"] == encoding.ids
         chat = (await call(served, "/chat_tokenize", {"messages": [{"role": "user", "content": "hi"}]})).json
@@ -222,8 +222,8 @@ async def test_tokens_and_places(tmp_path: Path) -> None:
 
 async def test_info(tmp_path: Path) -> None:
     async with open_tgi(tmp_path) as served:
-        told = json.loads((await call(served, "/info", method="GET")).body)
-        assert {name: told[name] for name in told if name not in ("version", "router")} == {
+        info = json.loads((await call(served, "/info", method="GET")).body)
+        assert {name: info[name] for name in info if name not in ("version", "router")} == {
             "model_id": "served-model",
             "model_sha": None,
             "model_pipeline_tag": None,
@@ -251,7 +251,7 @@ async def test_openapi(tmp_path: Path) -> None:
     assert names == ["TokenizeBody", "GenerateRequest"]
     responses = paths["/generate"]["post"]["responses"]
     assert set(responses) >= {"200", "400", "401", "404", "413", "415", "422", "424", "429", "503"}
-    told = responses["422"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    assert set(schemas[told]["properties"]) == {"error", "error_type"}
+    schema = responses["422"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert set(schemas[schema]["properties"]) == {"error", "error_type"}
     assert "content" not in responses["401"]
     assert "text/event-stream" in paths["/generate_stream"]["post"]["responses"]["200"]["content"]

@@ -75,8 +75,8 @@ async def test_stream_is_the_whole_answer(served: ServedHttp) -> None:
     fields: dict[str, Any] = {"max_new_tokens": 30, "details": True, "top_n_tokens": 1, "seed": 5}
     for more in ({}, {"do_sample": True}, {"do_sample": True, "stop": ["e"]}, {"return_full_text": True}):
         whole = (await call(served, "/generate", inputs(**fields | more))).json
-        told = await call(served, "/generate_stream", inputs(**fields | more))
-        events = events_of(told)
+        answer = await call(served, "/generate_stream", inputs(**fields | more))
+        events = events_of(answer)
         details = whole["details"]
         assert [event["index"] for event in events] == list(range(1, len(events) + 1))
         assert [event["token"] for event in events] == details["tokens"]
@@ -91,19 +91,19 @@ async def test_stream_is_the_whole_answer(served: ServedHttp) -> None:
             "input_length": len(ids_of(served, PROMPT)),
         }
         assert (details["seed"] is None) != bool(more.get("do_sample"))
-        assert told.headers["content-type"].startswith("text/event-stream")
-        assert told.headers["x-accel-buffering"] == "no"
-        assert told.headers["x-compute-characters"] == str(len(PROMPT))
-        assert told.headers["x-compute-type"] == "cpu"
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["x-accel-buffering"] == "no"
+        assert answer.headers["x-compute-characters"] == str(len(PROMPT))
+        assert answer.headers["x-compute-type"] == "cpu"
 
 
 async def test_bytes_of_an_event(served: ServedHttp) -> None:
     token = follow(ids_of(served, PROMPT), 1)[0]
-    told = await call(served, "/generate_stream", inputs(max_new_tokens=1))
+    answer = await call(served, "/generate_stream", inputs(max_new_tokens=1))
     text = text_of(served, [token])
     shown = {"id": token, "text": text, "logprob": logprob_of(token), "special": False}
     event = {"index": 1, "token": shown, "generated_text": text, "details": None}
-    assert told.body == b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+    assert answer.body == b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -175,14 +175,14 @@ async def test_any(served: ServedHttp) -> None:
     """`/` answers with a list. By default, the text includes the input."""
     text = text_of(served, follow(ids_of(served, PROMPT), 5))
     for path in ("/", "/invocations"):
-        told = await call(served, path, inputs(max_new_tokens=5))
-        assert told.json == [{"generated_text": PROMPT + text}]
-        assert told.headers["x-generated-tokens"] == "5"
-        told = await call(served, path, inputs(max_new_tokens=5, return_full_text=False))
-        assert told.json == [{"generated_text": text}]
-        told = await call(served, path, inputs(max_new_tokens=5) | {"stream": True})
-        assert events_of(told)[-1]["generated_text"] == PROMPT + text
-        assert joined([event["token"] for event in events_of(told)]) == text
+        answer = await call(served, path, inputs(max_new_tokens=5))
+        assert answer.json == [{"generated_text": PROMPT + text}]
+        assert answer.headers["x-generated-tokens"] == "5"
+        answer = await call(served, path, inputs(max_new_tokens=5, return_full_text=False))
+        assert answer.json == [{"generated_text": text}]
+        answer = await call(served, path, inputs(max_new_tokens=5) | {"stream": True})
+        assert events_of(answer)[-1]["generated_text"] == PROMPT + text
+        assert joined([event["token"] for event in events_of(answer)]) == text
     assert (await call(served, "/generate", inputs(max_new_tokens=5, return_full_text=True))).json == {
         "generated_text": PROMPT + text
     }
@@ -191,18 +191,18 @@ async def test_any(served: ServedHttp) -> None:
 async def test_invocations_of_openai(served: ServedHttp) -> None:
     """Chats and prompts are handled by OpenAI's API, with its answers, streams and errors."""
     prompt = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
-    told = await call(served, "/invocations", prompt)
+    answer = await call(served, "/invocations", prompt)
     text = text_of(served, follow(ids_of(served, PROMPT), 5))
-    assert told.json["choices"][0]["text"] == text
-    told = await call(served, "/invocations", prompt | {"stream": True})
-    assert told.body.endswith(b"data: [DONE]\n\n")
+    assert answer.json["choices"][0]["text"] == text
+    answer = await call(served, "/invocations", prompt | {"stream": True})
+    assert answer.body.endswith(b"data: [DONE]\n\n")
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-    told = await call(served, "/invocations", chat)
-    assert told.json["object"] == "chat.completion"
-    told = await call(served, "/invocations", prompt | {"temperature": 3})
-    assert (told.status, set(told.json["error"])) == (400, {"message", "type", "param", "code"})
-    told = await call(served, "/invocations", chat | inputs(max_new_tokens=1))
-    assert tuple(told.json[0]) == ("generated_text",), "inputs come first"
+    answer = await call(served, "/invocations", chat)
+    assert answer.json["object"] == "chat.completion"
+    answer = await call(served, "/invocations", prompt | {"temperature": 3})
+    assert (answer.status, set(answer.json["error"])) == (400, {"message", "type", "param", "code"})
+    answer = await call(served, "/invocations", chat | inputs(max_new_tokens=1))
+    assert tuple(answer.json[0]) == ("generated_text",), "inputs come first"
 
 
 SAMPLED = ({"do_sample": True}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.5}, {"typical_p": 0.4})
@@ -290,10 +290,10 @@ async def test_grammars(served: ServedHttp) -> None:
     ]
     for kind, value, field in cases:
         served.handle.specs.clear()
-        told = await call(
+        answer = await call(
             served, "/generate", inputs(max_new_tokens=1, grammar={"type": kind, "value": value})
         )
-        assert told.status == 200, told
+        assert answer.status == 200, answer
         grammar = served.handle.specs[0].grammar
         assert grammar is not None
         assert grammar.field == field
@@ -303,8 +303,8 @@ async def test_silence(served: ServedHttp, monkeypatch: pytest.MonkeyPatch) -> N
     """An idle stream sends comments, even before its first token."""
     monkeypatch.setattr("tgis.router.api.tgi.handler.SILENCE_S", 0.05)
     served.scene.shard.step_s = 0.2
-    told = await call(served, "/generate_stream", inputs(max_new_tokens=3))
-    frames = told.body.split(b"\n\n")
+    answer = await call(served, "/generate_stream", inputs(max_new_tokens=3))
+    frames = answer.body.split(b"\n\n")
     comments = [index for index, frame in enumerate(frames) if frame == b":"]
     assert comments[0] == 0
     assert len(comments) >= 5
@@ -312,8 +312,8 @@ async def test_silence(served: ServedHttp, monkeypatch: pytest.MonkeyPatch) -> N
     assert [event["index"] for event in events] == [1, 2, 3]
     served.scene.shard.step_s = 0.05
     monkeypatch.setattr("tgis.router.api.tgi.handler.SILENCE_S", 0.4)
-    told = await call(served, "/generate_stream", inputs(max_new_tokens=12))
-    assert len(events_of(told)) == 12, "none while events come"
+    answer = await call(served, "/generate_stream", inputs(max_new_tokens=12))
+    assert len(events_of(answer)) == 12, "none while events come"
 
 
 async def test_client_that_goes(served: ServedHttp) -> None:

@@ -85,15 +85,15 @@ async def test_the_best_of_several(vocabulary: Vocabulary) -> None:
         assert details["seed"] == best
         others = [one for one in range(4) if one != best]
         assert [one["seed"] for one in details["best_of_sequences"]] == others
-        for told, index in zip([details, *details["best_of_sequences"]], [best, *others], strict=True):
+        for sequence, index in zip([details, *details["best_of_sequences"]], [best, *others], strict=True):
             tokens = results[index].tokens
-            assert [(one["id"], one["logprob"]) for one in told["tokens"]] == [one[:2] for one in tokens]
-            assert "".join(one["text"] for one in told["tokens"]) == "".join(results[index].text)
-            tops = [[(top["id"], top["logprob"]) for top in each] for each in told["top_tokens"]]
+            assert [(one["id"], one["logprob"]) for one in sequence["tokens"]] == [one[:2] for one in tokens]
+            assert "".join(one["text"] for one in sequence["tokens"]) == "".join(results[index].text)
+            tops = [[(top["id"], top["logprob"]) for top in each] for each in sequence["top_tokens"]]
             assert tops == [list(one.top_tokens) for one in tokens]
-            assert told["prefill"][0]["logprob"] is None
-            assert told["prefill"][1]["logprob"] == results[index].input_tokens[1].logprob
-            assert told["generated_tokens"] == len(tokens)
+            assert sequence["prefill"][0]["logprob"] is None
+            assert sequence["prefill"][1]["logprob"] == results[index].input_tokens[1].logprob
+            assert sequence["generated_tokens"] == len(tokens)
 
 
 @pytest.mark.slow

@@ -44,16 +44,16 @@ async def test_spans_and_lines_of_each_route(
     with caplog.at_level(logging.INFO):
         async with open_tgi(tmp_path, tracing=tracing) as served:
             for number, (path, body, _) in enumerate(ASKS):
-                told = await call(
+                answer = await call(
                     served, path, body, **{"traceparent": TRACEPARENT, "x-request-id": f"id-{number}"}
                 )
-                assert (told.status, told.headers["x-request-id"]) == (200, f"id-{number}")
+                assert (answer.status, answer.headers["x-request-id"]) == (200, f"id-{number}")
             series = served.scene.metrics.render().decode()
     tracing.close()
     spans = [(span.name, values(span.attributes)) for span in collector[0].spans]
     assert [name for name, _ in spans] == [f"POST {OPENAIS.get(kind, path)}" for path, _, kind in ASKS]
-    assert all(told["http.response.status_code"] == 200 for _, told in spans)
-    assert [told.get("gen_ai.usage.output_tokens") for _, told in spans] == [2] * 6 + [None] * 2
+    assert all(answer["http.response.status_code"] == 200 for _, answer in spans)
+    assert [answer.get("gen_ai.usage.output_tokens") for _, answer in spans] == [2] * 6 + [None] * 2
     lines = [getattr(record, FIELDS) for record in caplog.records if hasattr(record, FIELDS)]
     assert [(line["api"], line["method"], line["correlation_id"]) for line in lines] == [
         ("openai" if kind in OPENAIS else "tgi", kind, f"id-{number}")
@@ -74,21 +74,21 @@ async def test_each_refusal_has_one_line_and_its_status(
         for path, body, expected, _ in REFUSED:
             caplog.clear()
             with caplog.at_level(logging.INFO):
-                told = await call(served, path, body)
+                answer = await call(served, path, body)
             lines = [record.getMessage() for record in caplog.records if record.name.startswith("tgis.")]
-            assert (told.status, len(lines)) == (expected, 1), (path, body, told, lines)
+            assert (answer.status, len(lines)) == (expected, 1), (path, body, answer, lines)
     tracing.close()
     spans = [(span.name, values(span.attributes)) for span in collector[0].spans]
-    assert [(name, told["http.response.status_code"]) for name, told in spans] == [
+    assert [(name, answer["http.response.status_code"]) for name, answer in spans] == [
         (f"POST {path}", status) for path, _, status, has_span in REFUSED if has_span
     ]
-    assert all("error.type" in told for _, told in spans)
+    assert all("error.type" in answer for _, answer in spans)
 
 
 async def test_tokens_of_a_text_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tgis.router.text.token_lists.MAX_PLACES", 3)
     async with open_tgi(tmp_path) as served:
         assert (await call(served, "/tokenize", {"inputs": "The quick"})).status == 200
-        told = await call(served, "/tokenize", {"inputs": "The quick brown"})
+        answer = await call(served, "/tokenize", {"inputs": "The quick brown"})
         error = "Input validation error: the text has more than 3 tokens"
-        assert (told.status, told.json) == (422, {"error": error, "error_type": "validation"})
+        assert (answer.status, answer.json) == (422, {"error": error, "error_type": "validation"})

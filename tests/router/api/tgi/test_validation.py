@@ -10,8 +10,8 @@ from tests.support.router.served_http import LIMITS_OF_HTTP
 from tests.support.router.served_inputs import PROMPT, call, ids_of, inputs
 from tests.support.router.served_tgi import events_of, open_tgi
 
-TOTAL, MOST_INPUT = 40, 20
-LIMITS = replace(LIMITS_OF_HTTP, max_sequence_length=TOTAL, max_input_tokens=MOST_INPUT)
+TOTAL, MAX_INPUT = 40, 20
+LIMITS = replace(LIMITS_OF_HTTP, max_sequence_length=TOTAL, max_input_tokens=MAX_INPUT)
 LONG = "a b c d e f g h i j k l m n o p q r s t u v w x y z"
 SAMPLED = {"do_sample": True}
 REGEX = {"type": "regex", "value": "("}
@@ -86,8 +86,8 @@ def invalid(text: str) -> dict[str, str]:
 async def test_refused_parameters(tmp_path: Path) -> None:
     async with open_tgi(tmp_path, limits=LIMITS) as served:
         for given, text in REFUSED:
-            told = await call(served, "/generate", inputs(**{"max_new_tokens": 2} | given))
-            assert (told.status, told.json) == (422, invalid(text)), given
+            answer = await call(served, "/generate", inputs(**{"max_new_tokens": 2} | given))
+            assert (answer.status, answer.json) == (422, invalid(text)), given
             if "best_of" not in given:
                 stream = await call(served, "/generate_stream", inputs(**{"max_new_tokens": 2} | given))
                 assert (stream.status, events_of(stream)) == (200, [invalid(text)]), given
@@ -95,17 +95,17 @@ async def test_refused_parameters(tmp_path: Path) -> None:
             stream = await call(served, "/", inputs(**given) | {"stream": True})
             assert (stream.status, events_of(stream)) == (200, [invalid(text)])
         for given in ACCEPTED:
-            told = await call(served, "/generate", inputs(**{"max_new_tokens": 2} | given))
-            assert told.status == 200, (given, told)
-        told = await call(served, "/generate", inputs("", max_new_tokens=2, truncate=0))
-        assert (told.status, told.json) == (422, invalid("`inputs` cannot be empty"))
+            answer = await call(served, "/generate", inputs(**{"max_new_tokens": 2} | given))
+            assert answer.status == 200, (given, answer)
+        answer = await call(served, "/generate", inputs("", max_new_tokens=2, truncate=0))
+        assert (answer.status, answer.json) == (422, invalid("`inputs` cannot be empty"))
 
 
-@pytest.mark.parametrize("most_input", [None, MOST_INPUT])
-async def test_lengths(tmp_path: Path, most_input: int | None) -> None:
+@pytest.mark.parametrize("max_input", [None, MAX_INPUT])
+async def test_lengths(tmp_path: Path, max_input: int | None) -> None:
     """The total is checked first. Without max_new_tokens, the rest of the length counts."""
-    async with open_tgi(tmp_path, limits=replace(LIMITS, max_input_tokens=most_input)) as served:
-        most = most_input or TOTAL - 1
+    async with open_tgi(tmp_path, limits=replace(LIMITS, max_input_tokens=max_input)) as served:
+        limit = max_input or TOTAL - 1
         for length in (2, 12, 19, 20, 21, 22, 30, 38, 39, 40, 41, 44):
             text = served.tokenizer.fast.decode(ids_of(served, LONG * 3)[1:length])
             n = len(ids_of(served, text))
@@ -120,12 +120,12 @@ async def test_lengths(tmp_path: Path, most_input: int | None) -> None:
                         f"`inputs` tokens + `max_new_tokens` must be <= {TOTAL}. "
                         f"Given: {n} `inputs` tokens and {m} `max_new_tokens`"
                     )
-                elif n > most:
-                    expected = f"`inputs` must have less than {most} tokens. Given: {n}"
+                elif n > limit:
+                    expected = f"`inputs` must have less than {limit} tokens. Given: {n}"
                 elif length % 10:
                     continue  # accepted requests generate, which takes a while
-                told = await call(served, "/generate", inputs(text, **given))
-                assert (told.status, told.json.get("error")) == (
+                answer = await call(served, "/generate", inputs(text, **given))
+                assert (answer.status, answer.json.get("error")) == (
                     (422, f"Input validation error: {expected}") if expected else (200, None)
                 ), (n, new)
 
@@ -141,12 +141,12 @@ async def test_operators_bounds(tmp_path: Path) -> None:
     ]
     async with open_tgi(tmp_path, limits=limits) as served:
         for given, text in cases:
-            told = await call(served, "/generate", inputs(**given))
-            assert (told.status, told.json) == (422, invalid(text))
-        told = await call(
+            answer = await call(served, "/generate", inputs(**given))
+            assert (answer.status, answer.json) == (422, invalid(text))
+        answer = await call(
             served, "/generate", inputs(stop=[f"#{number}" for number in range(8)], max_new_tokens=1)
         )
-        assert told.status == 200, told
+        assert answer.status == 200, answer
 
 
 async def test_nothing_of_a_text_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

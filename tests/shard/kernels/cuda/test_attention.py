@@ -62,8 +62,10 @@ def test_tiles_of_all_shapes(kernels: Implementations, shape: Shape) -> None:
     """Whole prompts, a single token, and chunks before and at the end of a block. With many heads, fewer
     tokens."""
     scene = CudaScene(shape, [40, 1, 130], kernels)
-    most = 3 * tile_tokens(scene.group)
-    scene.check_spans([(0, 0, min(most, 40)), (1, 0, 1), (2, max(77, 130 - most), 130), (2, 62, 65)], PLAIN)
+    max_tokens = 3 * tile_tokens(scene.group)
+    scene.check_spans(
+        [(0, 0, min(max_tokens, 40)), (1, 0, 1), (2, max(77, 130 - max_tokens), 130), (2, 62, 65)], PLAIN
+    )
 
 
 @pytest.mark.parametrize(("scoring", "block_size"), list_scorings())

@@ -89,7 +89,7 @@ class Size:
     num_rows: int
     single: int
     others: int = 0  # sequences of several tokens
-    most_tokens: int = 0  # tokens of those
+    max_tokens: int = 0  # tokens of those
     idle: int = 0
     new_blocks: int = 0
 
@@ -98,7 +98,7 @@ def random_step(rng: random.Random, size: Size) -> StagedStep:
     idle_row, end = size.num_rows, rng.choice
     seq_rows = rng.sample(range(size.num_rows), size.single + size.others)
     seq_ends = [end([rng.randint(1, 600), end(LENGTHS)]) for _ in seq_rows]
-    counts = [1] * size.single + [rng.randint(2, size.most_tokens) for _ in range(size.others)]
+    counts = [1] * size.single + [rng.randint(2, size.max_tokens) for _ in range(size.others)]
     rows = [row for row, count in zip(seq_rows, counts, strict=True) for _ in range(count)]
     token_ids = [rng.choice([-1, 0, rng.randrange(200_000)]) for _ in rows]
     positions, slots = ([rng.randrange(limit) for _ in rows] for limit in (200_000, 2**31))
@@ -160,12 +160,12 @@ def expect(state: State, staged: StagedStep, num_single: int) -> dict[str, list[
 SIZES = [
     Size(1, single=1),
     Size(3, single=2, idle=2, new_blocks=5),
-    Size(7, single=0, others=2, most_tokens=6, new_blocks=7),
+    Size(7, single=0, others=2, max_tokens=6, new_blocks=7),
     Size(300, single=255, idle=2, new_blocks=255),
     Size(300, single=256, new_blocks=256),
-    Size(300, single=100, others=9, most_tokens=200, new_blocks=700),
+    Size(300, single=100, others=9, max_tokens=200, new_blocks=700),
     Size(1024, single=1023, idle=1, new_blocks=257),
-    Size(2300, single=1500, others=600, most_tokens=3, new_blocks=10),
+    Size(2300, single=1500, others=600, max_tokens=3, new_blocks=10),
     Size(4095, single=4000, idle=96, new_blocks=1000),
 ]
 

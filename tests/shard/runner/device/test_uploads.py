@@ -18,7 +18,7 @@ def test_arrays_arrive_as_they_were() -> None:
         sent.append((copies, uploads.send(arrays)))
         for array in arrays:
             array[...] = -7
-    assert device.most_queued == NUM_SLOTS
+    assert device.max_queued == NUM_SLOTS
     device.finish()
     for arrays, tensors in sent:
         for array, tensor in zip(arrays, tensors, strict=True):

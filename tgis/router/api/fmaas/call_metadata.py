@@ -39,8 +39,8 @@ class MetadataKey(NamedTuple):
     help: str
 
 
-def _list_of(item: str, most: int) -> re.Pattern[str]:
-    return re.compile(f"{item}(?:,{item}){{0,{most - 1}}}")
+def _list_of(item: str, max_items: int) -> re.Pattern[str]:
+    return re.compile(f"{item}(?:,{item}){{0,{max_items - 1}}}")
 
 
 def _number(parameter: Parameter) -> MetadataKey:

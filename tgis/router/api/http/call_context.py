@@ -66,14 +66,15 @@ async def read_body(request: Request) -> bytes:
     if (read := getattr(request.state, "body", None)) is not None:
         return bytes(read)
     call: HttpCall = request.state.call
-    most = call.bodies.max_bytes
-    if int(request.headers.get("content-length", 0)) > most:  # the parser has checked that it is a number
-        raise PayloadTooLargeError(most)
+    max_bytes = call.bodies.max_bytes
+    # The parser has checked that the header is a number.
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        raise PayloadTooLargeError(max_bytes)
     parts, num_bytes = [], 0
     async for part in request.stream():
         num_bytes += len(part)
-        if num_bytes > most:
-            raise PayloadTooLargeError(most)
+        if num_bytes > max_bytes:
+            raise PayloadTooLargeError(max_bytes)
         parts.append(part)
     setattr(request.state, NUM_BODY_BYTES, num_bytes)
     body = b"".join(parts)

@@ -110,14 +110,14 @@ class Invocations:
     def _read(self, body: LmiRequest, adapter: str | None, method: str) -> LmiJob:
         """Read a request with inputs. Raises RequestError."""
         parts, fields = self._parts, body.parameters or LmiParameters()
-        if len(body.texts) > (most := parts.limits.max_inputs):
-            raise RequestError(f"inputs must be at most {most} texts", "inputs")
+        if len(body.texts) > (maximum := parts.limits.max_inputs):
+            raise RequestError(f"inputs must be at most {maximum} texts", "inputs")
         if body.stream and len(body.texts) > 1:
             raise RequestError("a list of inputs cannot be streamed", "stream")
         is_list = not isinstance(body.inputs, str)
         form = choose_form(self._formatter, bool(body.stream), is_list and not body.stream)
-        most = parts.limits.max_best_of_for(LMI)
-        check_parameters(fields, form.is_stream, most, parts.service.is_encoder_decoder)
+        maximum = parts.limits.max_best_of_for(LMI)
+        check_parameters(fields, form.is_stream, maximum, parts.service.is_encoder_decoder)
         return LmiJob(body, fields, body.adapter_ids(adapter), form, method)
 
     async def _generate(self, job: LmiJob, request: Request) -> Response:

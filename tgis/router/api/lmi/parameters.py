@@ -127,14 +127,14 @@ REFUSED = {
 
 
 def check_parameters(
-    fields: LmiParameters, is_stream: bool, most_texts: int, is_encoder_decoder: bool
+    fields: LmiParameters, is_stream: bool, max_texts: int, is_encoder_decoder: bool
 ) -> None:
     """Refuse unsupported and contradictory parameters. Raises RequestError."""
     for name, text in find_refused(fields, REFUSED):
         raise RequestError(text, name)
-    if fields.num_texts > most_texts:
+    if fields.num_texts > max_texts:
         name = "n" if fields.best_of is None else "best_of"
-        raise RequestError(f"{name} must be <= {most_texts}", name)
+        raise RequestError(f"{name} must be <= {max_texts}", name)
     if fields.num_texts < fields.num_shown:
         raise RequestError("best_of must not be less than n", "best_of")
     if fields.stop_sequences and fields.stop:

@@ -80,8 +80,8 @@ class TokenRoutes:
             text = await render_chat(body.messages, body, self._parts.renderer, request.state.call)
         assert text is not None, "a prompt or messages are there"
         adds_special_tokens = body.messages is None if adds is None else adds
-        most = self._parts.limits.max_sequence_length
-        arguments = (text, adds_special_tokens, bool(body.return_token_strs), most)
+        max_tokens = self._parts.limits.max_sequence_length
+        arguments = (text, adds_special_tokens, bool(body.return_token_strs), max_tokens)
         return TokenizeJob(list_tokens, arguments, 1, len(text.encode(errors="replace")))
 
     async def _run(self, job: TokenizeJob, request: Request) -> Response:

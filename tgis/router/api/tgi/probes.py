@@ -10,7 +10,7 @@ from starlette.responses import Response
 from tgis import __version__
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.tgi.errors import UNHEALTHY, TgiErrorBody
-from tgis.router.api.tgi.fields.refusals import most_input_tokens
+from tgis.router.api.tgi.fields.refusals import find_max_input_tokens
 from tgis.router.api.tgi.rules import TGI
 
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -57,7 +57,7 @@ def _describe(parts: ServiceParts) -> Info:
         max_concurrent_requests=parts.config.max_concurrent_requests,
         max_best_of=limits.max_best_of_for(TGI),
         max_stop_sequences=limits.max_stop_sequences_for(TGI),
-        max_input_tokens=most_input_tokens(limits),
+        max_input_tokens=find_max_input_tokens(limits),
         max_total_tokens=limits.max_sequence_length,
         validation_workers=parts.tokenizer.num_workers,
         max_client_batch_size=limits.max_inputs,

@@ -24,8 +24,8 @@ class Tokenization:
 
     async def tokenize(self, request: Request) -> Response:
         body = decode(_decoder, await read_json(request))
-        most = body.parameters.truncate if body.parameters is not None else None
-        arguments = (body.inputs, most or 0)
+        max_tokens = body.parameters.truncate if body.parameters is not None else None
+        arguments = (body.inputs, max_tokens or 0)
         return await self._run(TokenizeJob(list_places, arguments, 1, _size(body.inputs)), request)
 
     async def tokenize_chat(self, request: Request) -> Response:

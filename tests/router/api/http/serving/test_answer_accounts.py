@@ -117,7 +117,7 @@ async def test_a_refusal_before_the_service_has_one_line(caplog: pytest.LogCaptu
             for body in ("good", "bad", "template", "logged"):
                 headers = {"x-request-id": "request-1", "authorization": f"Bearer {MARK}"}
                 await ask(port, "/v1/echo", body, **headers)
-    told = [(record.getMessage(), getattr(record, FIELDS)) for record in caplog.records]
+    records = [(record.getMessage(), getattr(record, FIELDS)) for record in caplog.records]
     fields = {
         "api": "openai",
         "method": "/v1/echo",
@@ -126,8 +126,8 @@ async def test_a_refusal_before_the_service_has_one_line(caplog: pytest.LogCaptu
         "tenant": "team-7",
     }
     line = "POST /v1/echo is refused with 400"
-    assert told == [(line, fields | {"parameter": "max_tokens"}), (line, fields)]
-    assert MARK not in json.dumps(told)
+    assert records == [(line, fields | {"parameter": "max_tokens"}), (line, fields)]
+    assert MARK not in json.dumps(records)
 
 
 async def test_refusals_of_clients_without_a_token_are_of_one_kind(caplog: pytest.LogCaptureFixture) -> None:

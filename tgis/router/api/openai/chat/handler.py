@@ -160,8 +160,8 @@ class ChatCompletions:
 
 def _names(body: ChatRequest) -> dict[str, str]:
     """Return a chat's own names by the service's names, where they differ."""
-    most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    own = {INPUT: "messages", "max_new_tokens": most, "top_n_tokens": "top_logprobs"}
+    max_tokens = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    own = {INPUT: "messages", "max_new_tokens": max_tokens, "top_n_tokens": "top_logprobs"}
     return own | constraint_names(body)
 
 

@@ -101,7 +101,9 @@ class Completions:
         yield DONE
 
 
-def _read_prompts(prompt: str | list[str | int | list[int]] | None, most: int) -> tuple[list[str], bool]:
+def _read_prompts(
+    prompt: str | list[str | int | list[int]] | None, max_prompts: int
+) -> tuple[list[str], bool]:
     """Return the prompts of a request, and True if they are token ids. Raises ApiError."""
     if isinstance(prompt, str):
         return [prompt], False
@@ -112,8 +114,8 @@ def _read_prompts(prompt: str | list[str | int | list[int]] | None, most: int) -
         raise ApiError(400, "prompt must not mix texts and token ids", "prompt")
     if kinds == {int}:
         return [" ".join(map(str, prompt))], True
-    if len(prompt) > most:
-        raise ApiError(400, f"prompt must be at most {most} prompts", "prompt")
+    if len(prompt) > max_prompts:
+        raise ApiError(400, f"prompt must be at most {max_prompts} prompts", "prompt")
     if kinds == {str}:
         return [item for item in prompt if isinstance(item, str)], False
     return [" ".join(map(str, item)) for item in prompt if isinstance(item, list)], True
@@ -130,8 +132,8 @@ def _check(body: CompletionRequest, limits: RequestLimits, is_encoder_decoder: b
         raise ApiError(400, "best_of must not be less than n", "best_of")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
         raise ApiError(400, "best_of cannot be streamed", "best_of")
-    if (most := limits.max_best_of_for(OPENAI)) < (body.best_of or 1):
-        raise ApiError(400, f"best_of must be at most {most}", "best_of")
+    if (max_best_of := limits.max_best_of_for(OPENAI)) < (body.best_of or 1):
+        raise ApiError(400, f"best_of must be at most {max_best_of}", "best_of")
     check_stream_options(body)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tgis.router.api.tgi.fields.refusals import INVALID_GRAMMAR, most_input_tokens
+from tgis.router.api.tgi.fields.refusals import INVALID_GRAMMAR, find_max_input_tokens
 from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest, GrammarField
 from tgis.router.grammar.compiler import Guided
@@ -43,9 +43,9 @@ def _problems(
         yield "`top_k` must be strictly positive"
     if given.max_new_tokens == 0:
         yield "`max_new_tokens` must be strictly positive"
-    most, num_stops = limits.max_stop_sequences_for(TGI), len(given.stop or ())
-    if num_stops > most:
-        yield f"`stop` supports up to {most} stop sequences. Given: {num_stops}"
+    max_stops, num_stops = limits.max_stop_sequences_for(TGI), len(given.stop or ())
+    if num_stops > max_stops:
+        yield f"`stop` supports up to {max_stops} stop sequences. Given: {num_stops}"
     if given.seed is not None and (given.best_of or 1) > 1:
         yield "`seed` must not be set when `best_of` > 1"
     if (given.seed or 0) > MAX_SEED:
@@ -54,22 +54,22 @@ def _problems(
         yield (f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {given.top_n_tokens}")
     if not inputs:
         yield "`inputs` cannot be empty"
-    most = most_input_tokens(limits)
-    if given.truncate is not None and not 0 < given.truncate <= most:
-        yield f"`truncate` must be strictly positive and less than {most}. Given: {given.truncate}"
+    max_inputs = find_max_input_tokens(limits)
+    if given.truncate is not None and not 0 < given.truncate <= max_inputs:
+        yield f"`truncate` must be strictly positive and less than {max_inputs}. Given: {given.truncate}"
     yield from _grammar_problems(given.grammar, limits)
 
 
 def _best_of_problems(given: GenerateParameters, is_stream: bool, limits: RequestLimits) -> Iterator[str]:
-    best_of, most = given.best_of, limits.max_best_of_for(TGI)
+    best_of, max_best_of = given.best_of, limits.max_best_of_for(TGI)
     if is_stream and best_of not in (None, 1):
         yield "`best_of` != 1 is not supported when streaming tokens"
     if is_stream and given.decoder_input_details:
         yield "`decoder_input_details` == true is not supported when streaming tokens"
-    if most == 1 and best_of not in (None, 1):
+    if max_best_of == 1 and best_of not in (None, 1):
         yield "`best_of` != 1 is not allowed for this endpoint"
-    if best_of is not None and not 0 < best_of <= most:
-        yield f"`best_of` must be > 0 and <= {most}. Given: {best_of}"
+    if best_of is not None and not 0 < best_of <= max_best_of:
+        yield f"`best_of` must be > 0 and <= {max_best_of}. Given: {best_of}"
     choices = (given.temperature, given.top_k, given.top_p, given.typical_p)
     if (best_of or 1) > 1 and not given.do_sample and all(choice is None for choice in choices):
         yield "you must use sampling when `best_of` is > 1"

@@ -10,14 +10,14 @@ from tgis.router.requests.validation import MAX_STOP_SEQUENCE_BYTES, RequestLimi
 
 TOTAL = "`inputs` tokens + `max_new_tokens` must be <= {}. Given: {} `inputs` tokens and {} `max_new_tokens`"
 INPUT = "`inputs` must have less than {} tokens. Given: {}"
-MOST_NEW = "`max_new_tokens` must be <= {}. Given: {}"
+MAX_NEW_TOKENS = "`max_new_tokens` must be <= {}. Given: {}"
 STOPS = f"`stop` must have texts of 1 to {MAX_STOP_SEQUENCE_BYTES} UTF8 bytes"
 INVALID_GRAMMAR = "grammar is not valid: {}"
 GRAMMARS = ("format", "json_schema", "regex")
 """The service's names of constraints."""
 
 
-def most_input_tokens(limits: RequestLimits) -> int:
+def find_max_input_tokens(limits: RequestLimits) -> int:
     """Return the maximum number of tokens in an input."""
     room = limits.max_sequence_length - 1
     return min(limits.max_input_tokens or room, room)
@@ -45,7 +45,7 @@ def _translate(error: RequestError, parameters: Parameters, limits: RequestLimit
         return _length_text(error.num_inputs, parameters.max_new_tokens, limits)
     match error.parameter:
         case "max_new_tokens":
-            return MOST_NEW.format(limits.max_new_tokens_for(TGI), parameters.max_new_tokens)
+            return MAX_NEW_TOKENS.format(limits.max_new_tokens_for(TGI), parameters.max_new_tokens)
         case "stop_sequences":
             return STOPS
         case field if field in GRAMMARS:
@@ -64,4 +64,4 @@ def _length_text(num_inputs: int, max_new_tokens: int, limits: RequestLimits) ->
     num_new = max_new_tokens or max(total - num_inputs, 0)
     if num_inputs + num_new > total:
         return TOTAL.format(total, num_inputs, num_new)
-    return INPUT.format(most_input_tokens(limits), num_inputs)
+    return INPUT.format(find_max_input_tokens(limits), num_inputs)
