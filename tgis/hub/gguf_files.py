@@ -10,7 +10,8 @@ from pathlib import Path
 from tgis.hub.cache import cache_entry, find_snapshot
 from tgis.hub.model_files import OTHER_WEIGHT_FILES, ModelNotFoundError
 
-SUFFIX, MAGIC = ".gguf", b"GGUF"
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
 PROJECTOR = "mmproj"  # prefix of files with the part of a model that reads images
 COMMAND = "text-generation-server convert-to-safetensors"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")

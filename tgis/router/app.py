@@ -107,8 +107,10 @@ class _Router:
         self._metrics.ready.follow(self._is_ready)
         self._certificates = port_certificates(config)
         self._slow_clients = SlowClients(config.slow_reader_timeout)
-        self._pacing, self._memory = RefusalPacing(), MemoryRelease()
-        self._draining, self._aborting = asyncio.Event(), asyncio.Event()
+        self._pacing = RefusalPacing()
+        self._memory = MemoryRelease()
+        self._draining = asyncio.Event()
+        self._aborting = asyncio.Event()
         self._has_given_up = self.is_serving = False
         self._tokenizer = Tokenizer(
             Path(config.tokenizer_path), config.tokenization_workers, config.router_workers

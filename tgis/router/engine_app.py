@@ -33,7 +33,8 @@ def run(config: RouterConfig) -> None:
 class _EngineProcess:
     def __init__(self, config: RouterConfig) -> None:
         assert config.engine_path is not None, "an engine process has a socket"
-        self._config, self._metrics = config, open_metrics(config, ENGINE)
+        self._config = config
+        self._metrics = open_metrics(config, ENGINE)
         self._is_serving = False
         metrics = self._metrics
         metrics.tasks.follow(lambda: len(asyncio.all_tasks()))

@@ -103,7 +103,8 @@ class TimedOutError(RouterError):
 
     def __init__(self, limit_s: float, is_first: bool) -> None:
         super().__init__(f"no token came within {limit_s:g} s")
-        self.limit_s, self.is_first = limit_s, is_first
+        self.limit_s = limit_s
+        self.is_first = is_first
         """The time limit, and whether it is the first token's."""
 
 

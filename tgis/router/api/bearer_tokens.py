@@ -26,7 +26,9 @@ class BearerTokens:
 
     def __init__(self, path: str) -> None:
         """Read the file. Raises StartupError."""
-        self._path, self._state, self._checked_at = path, file_version(path), time.monotonic()
+        self._path = path
+        self._state = file_version(path)
+        self._checked_at = time.monotonic()
         self._tenants = _read(path)
 
     def tenant_of_header(self, header: str) -> str | None:

@@ -95,8 +95,11 @@ class GenerationService:
     ) -> None:
         """Create the service. `vocabulary` returns the vocabulary for texts, given True if they continue
         their input, and the special tokens that they show."""
-        self._engine, self._validator, self._accounting = engine, validator, accounting
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._engine = engine
+        self._validator = validator
+        self._accounting = accounting
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._num_admitted = 0
         self.is_idle = asyncio.Event()
         """Set while no generation call is admitted."""

@@ -76,13 +76,15 @@ class Claims:
     def __init__(
         self, concurrency: Mapping[LimitedWork, ConcurrencyLimit], adapters: AdapterRegistry
     ) -> None:
-        self._concurrency, self._adapters = concurrency, adapters
+        self._concurrency = concurrency
+        self._adapters = adapters
         self._engine: Engine | None = None
         self.names = AdapterNames()
 
     def attach(self, engine: Engine, info: shard_pb2.InfoResponse) -> None:
         self._engine = engine
-        self._pad_token_id, self._start_token_id = info.pad_token_id, info.decoder_start_token_id
+        self._pad_token_id = info.pad_token_id
+        self._start_token_id = info.decoder_start_token_id
         self._info = EngineInfo(
             is_encoder_decoder(info),
             info.vocab_size,

@@ -53,10 +53,14 @@ class Engine:
         """`residency` must be connected. `token_timeouts` are the time limits in seconds for the first token
         and for each later one. `on_ready` is called when the shards are lost and when they return."""
         self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer, reserves_output)
-        self._residency, self._shards = residency, residency.shards
-        self._metrics, self._budget = metrics, budget
-        self._steps_in_flight, self._recovery_timeout = steps_in_flight, recovery_timeout
-        self._on_ready, self._step_metrics = on_ready, StepMetrics(self.scheduler, metrics)
+        self._residency = residency
+        self._shards = residency.shards
+        self._metrics = metrics
+        self._budget = budget
+        self._steps_in_flight = steps_in_flight
+        self._recovery_timeout = recovery_timeout
+        self._on_ready = on_ready
+        self._step_metrics = StepMetrics(self.scheduler, metrics)
         self._token_timeouts = TokenTimeouts(*token_timeouts, self._fail)
         self._live: dict[Sequence, LiveRequest] = {}
         self.cache_recorder = CacheRecorder(lambda: self.scheduler.pool)

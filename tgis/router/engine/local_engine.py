@@ -28,7 +28,9 @@ class LocalEngine:
 
     def __init__(self, config: RouterConfig, metrics: Metrics, on_ready: Callable[[bool], None]) -> None:
         """`on_ready` is called when the shards connect, when they are lost and when they return."""
-        self._config, self._metrics, self._on_ready = config, metrics, on_ready
+        self._config = config
+        self._metrics = metrics
+        self._on_ready = on_ready
         self._concurrency = {work: ConcurrencyLimit(config.max_concurrent_requests) for work in LimitedWork}
         metrics.permits_limit.follow(lambda: config.max_concurrent_requests)
         self._link = open_link(config)

@@ -18,7 +18,9 @@ class TokenTimeouts:
         self, first_s: float | None, next_s: float | None, on_late: Callable[[LiveRequest, TimedOut], None]
     ) -> None:
         """`on_late` must end the request. None means no limit."""
-        self._first_s, self._next_s, self._on_late = first_s, next_s, on_late
+        self._first_s = first_s
+        self._next_s = next_s
+        self._on_late = on_late
         self._is_paused = False
         self._resumed_at = time.monotonic()  # earlier engine processes may have accepted requests
 
@@ -46,7 +48,8 @@ class TokenTimeouts:
 
     def resume(self, requests: Iterable[LiveRequest]) -> None:
         """Set new timers for all live requests."""
-        self._is_paused, self._resumed_at = False, time.monotonic()
+        self._is_paused = False
+        self._resumed_at = time.monotonic()
         for live in list(requests):
             live.awaits_first = True
             self.watch(live)

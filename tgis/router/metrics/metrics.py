@@ -45,7 +45,8 @@ class Metrics(SeriesRegistry):
     ) -> None:
         """Declare them, and those that `make_aliases` returns."""
         super().__init__(storage)
-        self._limits, self._make_aliases = limits, make_aliases
+        self._limits = limits
+        self._make_aliases = make_aliases
         self.resource_counts: dict[str, ResourceCount] = {}
         self._declare_requests()
         self._declare_lengths(limits)

@@ -118,7 +118,10 @@ class WorkerSession:
         self._is_due = False
         tokens = [_columns(self._sequence_ids, self._tokens)] if self._tokens else []
         messages = [*self._first, *tokens, *self._last]
-        self._first, self._sequence_ids, self._tokens, self._last = [], [], [], []
+        self._first = []
+        self._sequence_ids = []
+        self._tokens = []
+        self._last = []
         self._send_now(messages)
 
     def _acquire(self, message: wire.Acquire) -> None:

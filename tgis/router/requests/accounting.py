@@ -67,7 +67,9 @@ class Accounting:
 
 class CallAccount:
     def __init__(self, metrics: Metrics, log: CallLog, span: CallSpan) -> None:
-        self._metrics, self._log, self._span = metrics, log, span
+        self._metrics = metrics
+        self._log = log
+        self._span = span
         self._kind, num_inputs = log.call.kind, len(log.call.texts)
         self.request_id = log.request_id
         self._num_waiting = num_inputs * log.call.parameters.n  # texts that have not started

@@ -74,7 +74,8 @@ class _ExportWarnings(logging.Handler):
 
     def __init__(self, url: str) -> None:
         super().__init__(logging.WARNING)
-        self._url, self._next_at = url, 0.0
+        self._url = url
+        self._next_at = 0.0
         self._logger = logging.getLogger("opentelemetry")
         self._logger.addHandler(self)
         self._logger.propagate = False

@@ -64,7 +64,8 @@ class CallSpan:
     """Span of one call, without texts. As a context manager, it sets its status from a passing exception."""
 
     def __init__(self, span: Span, api: ApiRules) -> None:
-        self._span, self._api = span, api
+        self._span = span
+        self._api = api
         self._started_at = time.monotonic()
         self._has_begun = self._is_stream = False
         self._input_tokens = self._cached_tokens = self._output_tokens = 0
@@ -89,7 +90,8 @@ class CallSpan:
 
     def set_call(self, call: GenerationCall, request_id: str, correlation_id: str) -> None:
         if self._span.is_recording():
-            self._num_siblings, self._is_stream = call.parameters.n, call.kind == "stream"
+            self._num_siblings = call.parameters.n
+            self._is_stream = call.kind == "stream"
             self._has_begun = self._is_stream and call.api.begins_streams_at_once
             attributes: Attributes = {
                 "gen_ai.request.id": request_id,

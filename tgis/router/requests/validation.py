@@ -132,7 +132,9 @@ class Validator:
     ) -> None:
         """`info` returns the facts about the model, which are read again for each call."""
         self.limits = limits
-        self._tokenizer, self._grammar_compiler, self._metrics = tokenizer, grammar_compiler, metrics
+        self._tokenizer = tokenizer
+        self._grammar_compiler = grammar_compiler
+        self._metrics = metrics
         self._info = info
 
     def count_outputs(self, call: GenerationCall) -> int:

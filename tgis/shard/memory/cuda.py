@@ -12,7 +12,8 @@ class CudaMemory:
     of the GPU's memory, minus what other processes use."""
 
     def __init__(self, device: torch.device, fraction: float = 1.0):
-        self._device, self._fraction = device, fraction
+        self._device = device
+        self._fraction = fraction
         self._free_at_start, self._total = torch.cuda.mem_get_info(device)
         if fraction < 1.0:
             torch.cuda.set_per_process_memory_fraction(fraction, device)

@@ -21,7 +21,8 @@ class GenerationServicer(GenerationServiceServicer):
 
     def __init__(self, service: GenerationService, tokenizer: Tokenizer) -> None:
         self._service = service
-        self._writer, self._id_writer = ResponseWriter(tokenizer.piece), ResponseWriter(str)
+        self._writer = ResponseWriter(tokenizer.piece)
+        self._id_writer = ResponseWriter(str)
 
     async def Generate(
         self, request: pb.BatchedGenerationRequest, context: Context

@@ -47,7 +47,8 @@ def warn_if_unprotected(options: PortOptions, host: str) -> None:
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, tokens: BearerTokens, failures: Counter) -> None:
-        self._tokens, self._failures = tokens, failures
+        self._tokens = tokens
+        self._failures = failures
 
     async def intercept_service(
         self,

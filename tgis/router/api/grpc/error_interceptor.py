@@ -59,8 +59,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self, slow_clients: SlowClients, pacing: RefusalPacing, memory: MemoryRelease, failures: Counter
     ) -> None:
         """Create an interceptor. `failures` counts the refusals that reach no method."""
-        self._slow_clients, self._pacing = slow_clients, pacing
-        self._memory, self._failures = memory, failures
+        self._slow_clients = slow_clients
+        self._pacing = pacing
+        self._memory = memory
+        self._failures = failures
 
     async def intercept_service(
         self,

@@ -15,7 +15,8 @@ class RefusalPacing:
     """Pacer of refusals. It remembers only connections with a refusal in the last `max_delay_s`."""
 
     def __init__(self, bytes_per_s: float = BYTES_PER_S, max_delay_s: float = MAX_DELAY_S) -> None:
-        self._bytes_per_s, self._max_delay_s = bytes_per_s, max_delay_s
+        self._bytes_per_s = bytes_per_s
+        self._max_delay_s = max_delay_s
         self._due: dict[str, float] = {}
         """Time of the next refusal by peer, in the order of their last refusals."""
         self._num_waiting_bytes = 0

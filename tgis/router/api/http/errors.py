@@ -17,7 +17,8 @@ REFUSED_PARAMETER = "refused_parameter"
 """Key of a request's state with the parameter that a refusal names, set while the refusal is not logged."""
 OWN_FORM = "own_form"
 """Key of a request's state, set if its errors do not have its API's form."""
-TEMPORARY, RETRY_S = (429, 503), 1
+TEMPORARY = (429, 503)
+RETRY_S = 1
 
 
 class HttpError(Exception):

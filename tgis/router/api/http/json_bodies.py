@@ -76,7 +76,9 @@ class BodyReader:
 
     def __init__(self, max_bytes: int, limits: BodyLimits) -> None:
         self.max_bytes = max_bytes
-        self._limits, self._looks, self._turns = limits, Turns(), Turns()
+        self._limits = limits
+        self._looks = Turns()
+        self._turns = Turns()
 
     async def check(self, body: bytes, owner: Hashable) -> None:
         """Check a body before any value of it is built. Wait for the body's turn if building it takes long.

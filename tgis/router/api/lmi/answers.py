@@ -78,8 +78,10 @@ class _TokenWriter:
     """Writer of a complete text's tokens, part by part."""
 
     def __init__(self, answer: AnswerWriter, result: Result) -> None:
-        self._is_tgi, self._result = answer.form.is_tgi, result
-        self._tokens, self._num_written = AnswerTokens(answer.names, waits=True), 0
+        self._is_tgi = answer.form.is_tgi
+        self._result = result
+        self._tokens = AnswerTokens(answer.names, waits=True)
+        self._num_written = 0
 
     def write(self, part: Sequence[TokenDetail]) -> bytes:
         return encode_json(
@@ -97,7 +99,8 @@ class _TokenWriter:
 
 class _InputWriter:
     def __init__(self, answer: AnswerWriter) -> None:
-        self._answer, self._is_first = answer, True
+        self._answer = answer
+        self._is_first = True
 
     def write(self, part: Sequence[TokenDetail]) -> bytes:
         is_first, self._is_first = self._is_first, False

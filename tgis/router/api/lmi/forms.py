@@ -15,7 +15,8 @@ from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.lmi.tokens import FormedToken, LmiToken
 from tgis.router.engine.handle import SequenceSpec
 
-ERROR, NO_TOKEN = "error", -1
+ERROR = "error"
+NO_TOKEN = -1
 
 
 class LmiDetails(msgspec.Struct, kw_only=True):

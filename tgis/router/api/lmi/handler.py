@@ -83,7 +83,9 @@ def translated_refusals(adapter_id: str | None) -> Iterator[None]:
 class Invocations:
     def __init__(self, parts: ServiceParts, chats: ChatApi, errors: LmiErrors, formatter: str | None) -> None:
         """Create the handler. `formatter` is the operator's choice; with None, the request decides."""
-        self._parts, self._chats, self._errors = parts, chats, errors
+        self._parts = parts
+        self._chats = chats
+        self._errors = errors
         self._formatter = formatter
 
     async def invoke(self, request: Request) -> Response:

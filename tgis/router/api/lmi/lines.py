@@ -22,7 +22,10 @@ class LineWriter:
     def __init__(
         self, text: str, fields: LmiParameters, form: Form, has_details: bool, names: TokenForms
     ) -> None:
-        self._text, self._fields, self._form, self._has_details = text, fields, form, has_details
+        self._text = text
+        self._fields = fields
+        self._form = form
+        self._has_details = has_details
         self._tokens = AnswerTokens(names, waits=fields.removes_stops)
         self._shown: list[str] = []
         self._sent: list[str] = []
@@ -93,7 +96,8 @@ class LineErrors:
     """Form of errors for a request with a streamed answer."""
 
     def __init__(self, errors: LmiErrors, writer: LineWriter) -> None:
-        self._errors, self._writer = errors, writer
+        self._errors = errors
+        self._writer = writer
 
     def respond(self, error: Exception) -> Response:
         return self._errors.respond(error)

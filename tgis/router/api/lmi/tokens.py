@@ -44,7 +44,8 @@ class AnswerTokens:
     text, a token waits until its text is shown."""
 
     def __init__(self, names: TokenForms, waits: bool) -> None:
-        self._texts, self._waits = TokenTexts(names), waits
+        self._texts = TokenTexts(names)
+        self._waits = waits
         self._held: deque[ShownToken] = deque()
         self._num_shown = self._num_taken = 0  # numbers of characters
 

@@ -51,7 +51,8 @@ _unload_decoder = msgspec.json.Decoder(UnloadAdapterBody)
 
 class AdapterRoutes:
     def __init__(self, parts: ServiceParts) -> None:
-        self._parts, self._models = parts, parts.models
+        self._parts = parts
+        self._models = parts.models
 
     async def load(self, request: Request) -> Response:
         body = await self._read(_load_decoder, request)

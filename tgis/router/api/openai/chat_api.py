@@ -25,7 +25,8 @@ class OpenAiChatApi:
         self.default_sampling: Mapping[str, float] = read_default_sampling(parts.config)
         defaults = self.default_sampling
         self._renderer = parts.renderer
-        self._chats, self._completions = ChatCompletions(parts, defaults), Completions(parts, defaults)
+        self._chats = ChatCompletions(parts, defaults)
+        self._completions = Completions(parts, defaults)
 
     async def answer_chat(self, request: Request) -> Response:
         return await self._chats.answer(request)

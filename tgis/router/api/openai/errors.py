@@ -36,7 +36,8 @@ class ApiError(HttpError):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message)
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
 
 def missing_model(name: str | None) -> ApiError:

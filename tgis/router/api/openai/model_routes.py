@@ -42,7 +42,9 @@ class ModelRoutes:
         created: int | None = None,
         default_sampling: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        self._models, self._max_model_len, self._default_sampling = models, max_model_len, default_sampling
+        self._models = models
+        self._max_model_len = max_model_len
+        self._default_sampling = default_sampling
         self._created = unix_time() if created is None else created
 
     async def _cards(self) -> list[ModelCard]:

@@ -110,8 +110,10 @@ class _TokensWriter:
     """Writer of a complete text's tokens, part by part."""
 
     def __init__(self, forms: TokenForms, result: Result) -> None:
-        self._forms, self._result = forms, result
-        self._texts, self._num_left = TokenTexts(forms), len(result.tokens)
+        self._forms = forms
+        self._result = result
+        self._texts = TokenTexts(forms)
+        self._num_left = len(result.tokens)
 
     def write(self, part: Sequence[TokenDetail]) -> bytes:
         tokens: Tokens = []
@@ -131,7 +133,8 @@ class _TokensWriter:
 
 class _PrefillWriter:
     def __init__(self, forms: TokenForms) -> None:
-        self._forms, self._is_first = forms, True
+        self._forms = forms
+        self._is_first = True
 
     def write(self, part: Sequence[TokenDetail]) -> bytes:
         is_first, self._is_first = self._is_first, False

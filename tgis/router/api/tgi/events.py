@@ -18,7 +18,8 @@ _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token n
 
 class EventWriter:
     def __init__(self, job: GenerateJob, spec: SequenceSpec) -> None:
-        self._job, self._spec = job, spec
+        self._job = job
+        self._spec = spec
         self._texts = TokenTexts(job.forms)
         self._text: list[str] = []
         self._index = 0

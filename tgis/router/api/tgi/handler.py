@@ -32,7 +32,8 @@ _decoder = msgspec.json.Decoder(GenerateRequest)
 
 class Generation:
     def __init__(self, parts: ServiceParts, chats: ChatApi) -> None:
-        self._parts, self._chats = parts, chats
+        self._parts = parts
+        self._chats = chats
         self._compute_type = parts.config.compute_type or "cpu"
 
     async def generate(self, request: Request) -> Response:

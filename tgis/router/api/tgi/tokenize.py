@@ -19,7 +19,8 @@ _decoder = msgspec.json.Decoder(GenerateRequest)
 
 class Tokenization:
     def __init__(self, parts: ServiceParts, chats: ChatApi) -> None:
-        self._parts, self._chats = parts, chats
+        self._parts = parts
+        self._chats = chats
         self._chat_decoder = msgspec.json.Decoder(chats.request_type)
 
     async def tokenize(self, request: Request) -> Response:

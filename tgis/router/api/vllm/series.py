@@ -294,7 +294,8 @@ class VllmCall:
     """Observer of one call's texts as they end."""
 
     def __init__(self, series: VllmSeries, num_texts: int) -> None:
-        self._series, self._num_texts = series, num_texts
+        self._series = series
+        self._num_texts = num_texts
         self._lengths: defaultdict[int, list[int]] = defaultdict(list)
         """Numbers of generated tokens in ended texts, by input."""
 

@@ -39,7 +39,8 @@ class EventStream(Response):
         """Take the events. The client gets a comment after each `silence_s` seconds without an event."""
         super().__init__(headers=HEADERS, media_type=media_type)
         del self.headers["content-length"]
-        self._events, self._silence_s = events, silence_s
+        self._events = events
+        self._silence_s = silence_s
         self._rewrite: Callable[[bytes], bytes] | None = None
 
     def rewrite(self, rewrite: Callable[[bytes], bytes], media_type: str) -> None:

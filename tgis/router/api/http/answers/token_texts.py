@@ -70,7 +70,8 @@ class TokenTexts:
     tokens, and the end of a word may depend on the next token. A special token's text is its name."""
 
     def __init__(self, forms: TokenForms) -> None:
-        self._forms, self._is_one_behind = forms, forms.vocabulary.is_one_behind
+        self._forms = forms
+        self._is_one_behind = forms.vocabulary.is_one_behind
         self._detokenizer = forms.vocabulary.detokenizer()
         self._waiting: list[ShownToken] = []
         self._last: Token | None = None

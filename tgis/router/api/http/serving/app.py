@@ -52,7 +52,9 @@ class ApiGate:
         self, apis: Sequence[HttpApi], config: RouterConfig, failures: Counter, memory: MemoryRelease
     ) -> None:
         self.phase = Phase.STARTING
-        self.apis, self._failures, self._memory = apis, failures, memory
+        self.apis = apis
+        self._failures = failures
+        self._memory = memory
         self._tokens = BearerTokens(config.auth_tokens_path) if config.auth_tokens_path else None
         self._origins = OriginRules(config)
         self._bodies = BodyReader(config.max_message_bytes, _body_limits(config))

@@ -39,7 +39,8 @@ class HttpPorts:
     ) -> None:
         """Build the ASGI applications. `apis` includes APIs that are not served. `render` returns the text of
         a scrape. Raises StartupError."""
-        self._config, self._certificates = config, certificates
+        self._config = config
+        self._certificates = certificates
         self._served = [api for api in apis if api.is_served]
         self._gate: ApiGate | None = None
         if self._served:

@@ -80,7 +80,9 @@ class CompletionLogprobsWriter:
 
     def __init__(self, names: TokenNames, num_top: int, start: int = 0) -> None:
         """Create a writer. `start` is the number of characters before the first token."""
-        self._names, self._num_top, self._offset = names, num_top, start
+        self._names = names
+        self._num_top = num_top
+        self._offset = start
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, tokens: Iterable[TokenDetail], are_first: bool = False) -> CompletionLogprobs:

@@ -30,7 +30,8 @@ from tgis.router.events import Output
 from tgis.router.sequence import StopReason
 
 TYPE = "function"
-SHORT_ID_CHARACTERS, SHORT_ID_LENGTH = string.ascii_letters + string.digits, 9
+SHORT_ID_CHARACTERS = string.ascii_letters + string.digits
+SHORT_ID_LENGTH = 9
 
 
 class WholeAnswer(NamedTuple):

@@ -34,7 +34,9 @@ class ChatChunkWriter:
         names: TokenNames,
         form: AnswerForm | None,
     ) -> None:
-        self._body, self._specs, self._names = body, specs, names
+        self._body = body
+        self._specs = specs
+        self._names = names
         self._header = ChatChunk(id=answer_id, created=unix_time(), model=model, choices=[])
         options = body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)

@@ -22,14 +22,17 @@ class ChunkWriter:
     which arrive with the prompt's first choice."""
 
     def __init__(self, job: CompletionJob, specs: list[SequenceSpec]) -> None:
-        self._job, self._specs, self._n = job, specs, job.call.parameters.n
+        self._job = job
+        self._specs = specs
+        self._n = job.call.parameters.n
         body, options = job.body, job.body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         self._has_counts = options is not None and bool(options.continuous_usage_stats)
         self._writers: dict[int, CompletionLogprobsWriter] = {}
         self._waits = [job.call.parameters.input_tokens] * len(specs)
         self._held: list[list[Output]] = [[] for _ in specs]
-        self._num_generated, self._num_cached = [0] * len(specs), [0] * len(specs)
+        self._num_generated = [0] * len(specs)
+        self._num_cached = [0] * len(specs)
         is_plain = body.logprobs is None and not self._has_counts and not body.return_token_ids
         self._is_plain = is_plain and not job.is_scored_only
         self._frames = [self._frame(index) for index in range(len(specs))]

@@ -36,7 +36,8 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 
 class Completions:
     def __init__(self, parts: ServiceParts, default_sampling: Mapping[str, float]) -> None:
-        self._parts, self._default_sampling = parts, default_sampling
+        self._parts = parts
+        self._default_sampling = default_sampling
 
     async def answer(self, request: Request) -> Response:
         """Answer a request. Raises ApiError and RouterError."""
