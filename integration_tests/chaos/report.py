@@ -58,5 +58,5 @@ class Report:
 def read_resumed(lines: Iterable[str]) -> int:
     """Return the number of requests that resumed after a loss of the shards or of the engine process, from
     the router's output."""
-    matches = (re.search(r"(\d+) requests will resume", line) for line in lines)
+    matches = (re.search(r"requests to resume: (\d+)", line) for line in lines)
     return sum(int(each[1]) for each in matches if each)

@@ -104,7 +104,7 @@ class Engine:
                     self._apply(await self._shards.receive())
                     self._fill()
             except ShardsLostError as error:
-                logger.warning("%s; %d requests will resume", error, len(self._live))
+                logger.warning("%s; requests to resume: %d", error, len(self._live))
             self._connected = False
             self._token_timeouts.pause()
             self._on_ready(False)
@@ -287,7 +287,7 @@ class Engine:
                 self._fail(live, lost_adapter(live.sequence.request_id))
         self.scheduler.pool = self.scheduler.pool.renew(info.num_blocks, info.block_size)
         self._token_timeouts.resume(self._live.values())
-        logger.info("the shards are back; %d requests resume", len(self._live))
+        logger.info("the shards are back; requests resumed: %d", len(self._live))
 
     def _has_adapters(self, sequence: Sequence) -> bool:
         return all(map(self._residency.has, sequence.adapters.present))

@@ -86,7 +86,7 @@ class LocalEngine:
     def give_up(self) -> None:
         if self._engine is not None:
             logger.error(
-                "the shards will not be restarted; %d requests end with an error", self._engine.num_live
+                "the shards will not be restarted; requests ended with an error: %d", self._engine.num_live
             )
             self._engine.give_up()
 

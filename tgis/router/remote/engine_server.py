@@ -159,7 +159,7 @@ class _WorkerConnection:
             return
         self._worker = message.worker
         self._session = WorkerSession(self._server.claims, self.channel.send, self.channel.send_now)
-        logger.info("router worker %d has connected with %d calls", self._worker, len(message.claims))
+        logger.info("router worker %d has connected; active calls: %d", self._worker, len(message.claims))
         self._session.greet(message)
         self._server.names.restore(message.names_version, message.names)
         self._server.add(self)

@@ -54,9 +54,9 @@ class RemoteEngine:
         self._on_ready(self._is_ready)
         while True:
             await self._lost.wait()
-            logger.warning("the engine process is lost; %d requests will resume", self.num_live)
+            logger.warning("the engine process is lost; requests to resume: %d", self.num_live)
             await self._reconnect()
-            logger.info("the engine process is back; %d requests resume", self.num_live)
+            logger.info("the engine process is back; requests resumed: %d", self.num_live)
 
     async def gauges(self) -> list[GaugeValues]:
         if self._channel is None or not self._attached.is_set():
@@ -64,7 +64,7 @@ class RemoteEngine:
         return await self._gauges.ask(self._channel.send)
 
     def give_up(self) -> None:
-        logger.error("the shards will not be restarted; %d requests end with an error", self.num_live)
+        logger.error("the shards will not be restarted; requests ended with an error: %d", self.num_live)
         self._handle.give_up(ENGINE_LOST)
 
     async def close(self) -> None:
