@@ -93,7 +93,7 @@ image:  ## Build the image with podman or docker; VARIANT=cpu|cuda, IMAGE=its na
 	set -x; "$$engine" build -f deployment/Containerfile -t $(IMAGE) --build-arg VARIANT=$(VARIANT) \
 		--build-arg REVISION=$$(git rev-parse HEAD) $(IMAGE_ARGS) .
 
-image-root: $(VENV)/installed  ## Build the image's files without its base in the directory build/image-root; needs root
+image-root: $(VENV)/installed .cache/kernels  ## Build the image's files without its base in the directory build/image-root; needs root
 	scripts/image_root.sh build/image-root $(BIN)/python
 
 deploy:  ## Apply a model of deployment/models to kubectl's current cluster; DEPLOY=its name

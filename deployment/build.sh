@@ -8,6 +8,7 @@
 #
 # Every package is a wheel pinned in locks/ with its hash. VARIANT: cpu or cuda. TORCH_INDEX: index of torch's build for
 # CPUs; empty: pip's index.
+# COMPILED: directory of the same sources with compiled kernels; empty: all kernels are compiled.
 # shellcheck disable=SC2086 # LOCKED is a list of words
 set -eu
 umask 022
@@ -44,7 +45,7 @@ service)
     # Outside the sources, so that the installed package is imported.
     cd /
     "$PREFIX/bin/python" -c 'import tgis.cli.main, tgis.launcher.main, tgis.cli.health_probe, tgis.router.app'
-    "$PREFIX/bin/python" -m tgis.shard.kernels.cpu.jit.precompile
+    "$PREFIX/bin/python" -m tgis.shard.kernels.cpu.jit.precompile ${COMPILED:+"$COMPILED"}
     if [ "$VARIANT" = cuda ]; then
         # For A100, L4 and L40S, H100 and H200, B200. This calls gcc, and needs no GPU.
         "$PREFIX/bin/python" -m tgis.shard.kernels.cuda.offline.precompile 80 89 90 100

@@ -41,6 +41,7 @@ unshare --mount sh -euc '
     mkdir -p "$place/opt/tgis"
     show /opt
     mount --bind "$root/opt/tgis" "$place/opt/tgis"
+    export COMPILED="$here" # kernels that are already compiled in the sources
     for step in torch service; do
         chroot "$place" sh -euc "cd \"\$1\" && exec deployment/build.sh \"\$2\" \"\$3\"" sh "$here" "$step" "$python"
     done

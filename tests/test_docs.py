@@ -274,7 +274,7 @@ def test_pages_are_read_as_they_look(tmp_path: Path) -> None:
 
 
 def test_a_message_that_has_left_the_source_is_found() -> None:
-    collected = messages.collect()
+    collected = messages.collect(ROOT / "tgis" / "router")
     assert troubleshooting_page.find("Model is overloaded", collected).kind == "raised"
     with pytest.raises(SystemExit, match="no source has 'Model is tired'"):
         troubleshooting_page.find("Model is tired", collected)

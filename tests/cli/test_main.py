@@ -1,5 +1,6 @@
 """The commands generated from the declarations of options: sources of values, and refusals."""
 
+import functools
 import json
 import re
 import subprocess
@@ -79,9 +80,14 @@ EACH = [
 ]
 
 
+@functools.cache
+def reporting_command(config_type: type) -> click.Command:
+    return process_command("test", config_type, lambda config: None, "", only_report=True)
+
+
 def printed(config_type: type, name: str, flags: list[str], env: dict[str, str | None]) -> list[str]:
     """Return value and source of an option according to the report of settings."""
-    test = process_command("test", config_type, lambda config: None, "", only_report=True)
+    test = reporting_command(config_type)
     arguments = flags if REQUIRED[config_type][:1] == flags[:1] else [*REQUIRED[config_type], *flags]
     result = CliRunner().invoke(test, arguments, env={**BLANK, **env}, catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -1,26 +1,33 @@
 """Command for building images: compiles all kernels and stores the code in the source's directory.
-`python -m tgis.shard.kernels.cpu.jit.precompile`. Other kinds of processors compile at the first start."""
+`python -m tgis.shard.kernels.cpu.jit.precompile [SOURCES]`. SOURCES is another directory that contains this
+package; compiled code there is used where its sources are equal. Other kinds of processors compile at the
+first start."""
 
 import gc
+import hashlib
 import importlib
 import multiprocessing
 import os
 import pkgutil
+import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
 from tgis import shard
-from tgis.shard.kernels.cpu.jit.cache import keep_beside_source, packaged_files
+from tgis.shard.kernels.cpu.jit.cache import cache_directory, keep_beside_source, packaged_files
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 
 # Modules that need triton, which torch's build for CPUs lacks.
 _OF_GPUS = tuple(f"{shard.__name__}.{name}" for name in ("kernels.cuda.", "runner.device.", "startup.cuda"))
 
 
-def main() -> None:
+def main(sources: Path | None = None) -> None:
     keep_beside_source()
     kernels, num_workers = _all_kernels(), len(os.sched_getaffinity(0))
+    if sources is not None:
+        _copy_compiled(sources, kernels)
     # Kernels with the same name are variants of one function and share an index file of compiled code, so one
     # process compiles all of them.
     by_name: dict[str, list[Kernel]] = defaultdict(list)
@@ -38,6 +45,24 @@ def main() -> None:
     print(f"compiled {len(kernels)} kernels")
 
 
+def _copy_compiled(sources: Path, kernels: Iterable[Kernel]) -> None:
+    """Copy the kernels' code that the same package in `sources` has stored. Numba names its directories after
+    the paths of sources, and compiles again what does not fit."""
+    target = Path(shard.__path__[0])
+    origin = sources.resolve() / target.parent.name / target.name
+    folders = [folder.relative_to(target) for folder in target.rglob("*") if folder.is_dir()]
+    names = {_numba_name(origin / folder): _numba_name(target / folder) for folder in folders}
+    for directory in filter(None, {cache_directory(kernel._function) for kernel in kernels}):
+        for stored in (origin / directory.relative_to(target)).glob("*"):
+            if stored.name in names:
+                shutil.copytree(stored, directory / names[stored.name], dirs_exist_ok=True)
+
+
+def _numba_name(folder: Path) -> str:
+    path = hashlib.sha1(str(folder).encode(), usedforsecurity=False)
+    return f"{folder.name}_{path.hexdigest()}"
+
+
 def _all_kernels() -> list[Kernel]:
     """Import all modules of the shard except those for GPUs, and return the kernels that they create."""
     for module in pkgutil.walk_packages(shard.__path__, f"{shard.__name__}."):
@@ -53,4 +78,4 @@ def _compile(groups: Iterable[Iterable[Kernel]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:2]))
