@@ -82,12 +82,12 @@ class Kernel:
     number of threads may enter. They share the work, and each returns when none is left."""
 
     def __init__(self, function: Callable[[Any], None]):
-        self._function = function
+        self.function = function
         compile_progress.num_kernels += 1
 
     @property
     def name(self) -> str:
-        return self._function.__name__.lstrip("_")
+        return self.function.__name__.lstrip("_")
 
     @property
     def address(self) -> int:
@@ -113,7 +113,7 @@ class Kernel:
     @functools.cached_property
     def _compiled(self) -> Any:
         """Compiled function. It owns the machine code."""
-        return _compile(self._function)
+        return _compile(self.function)
 
     @functools.cached_property
     def _entry(self) -> Callable[..., None]:

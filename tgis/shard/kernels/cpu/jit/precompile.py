@@ -52,7 +52,7 @@ def _copy_compiled(sources: Path, kernels: Iterable[Kernel]) -> None:
     origin = sources.resolve() / target.parent.name / target.name
     folders = [folder.relative_to(target) for folder in target.rglob("*") if folder.is_dir()]
     names = {_numba_name(origin / folder): _numba_name(target / folder) for folder in folders}
-    for directory in filter(None, {cache_directory(kernel._function) for kernel in kernels}):
+    for directory in filter(None, {cache_directory(kernel.function) for kernel in kernels}):
         for stored in (origin / directory.relative_to(target)).glob("*"):
             if stored.name in names:
                 shutil.copytree(stored, directory / names[stored.name], dirs_exist_ok=True)
