@@ -308,5 +308,5 @@ def test_code_is_cached(kind: Kind) -> None:
         pytest.skip("the processor has neither AVX2 nor VNNI")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NumbaWarning)
-        assert Kernel(kernels.MULTIPLY[kind]._function).address
+        assert Kernel(kernels.MULTIPLY[kind].function).address
     assert [str(each.message) for each in caught] == []
