@@ -21,6 +21,7 @@ from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Parts, Product
 from tgis.shard.models import registry
 from tgis.shard.models.skeleton import META, MetaWeights
+from tgis.shard.models.spec import Spec
 from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.interface import MatrixRole
@@ -87,7 +88,7 @@ class Plan:
 
     directory: Path
     config: Mapping[str, Any]
-    spec: registry.Spec
+    spec: Spec
     shapes: Mapping[str, tuple[int, int]]
     modules: Mapping[str, tuple[StoredModule, ...]]
     kept: list[str]  # linear modules that are not quantized
