@@ -109,7 +109,8 @@ def test_what_cannot_be_checked_is_left_out(tmp_path: Path, caplog: pytest.LogCa
     config = stepping.read_config(directory)
     spec = registry.make_spec(config)
     machine = tmp_path / "machine"
-    (machine / "proc").mkdir(parents=True)
+    (machine / "proc" / "self").mkdir(parents=True)
+    (machine / "proc" / "self" / "cgroup").write_text("")
     (machine / "proc" / "meminfo").write_text("MemAvailable: 20 kB\n")
     chosen = configure(directory, quantize="int4")
     arguments = (chosen, config, spec, stepping.ALONE, torch.float32)

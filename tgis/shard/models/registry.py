@@ -38,8 +38,8 @@ from tgis.shard.models.families import (
     t5,
 )
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.sensitive_weights import Spec, describe_sensitivity
-from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.models.sensitive_weights import describe_sensitivity
+from tgis.shard.models.spec import DecoderSpec, Spec
 from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format

@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec, LayerSpec
+from tgis.shard.models.spec import DecoderSpec, LayerSpec, Spec
 from tgis.shard.quant.sensitivity import Sensitivity
-
-Spec = DecoderSpec | EncoderDecoderSpec
 
 
 class _Matrix(NamedTuple):

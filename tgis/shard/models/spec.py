@@ -158,3 +158,6 @@ class EncoderDecoderSpec:
     @property
     def max_positions(self) -> int:
         return min(self.encoder.max_positions, self.decoder.max_positions)
+
+
+Spec = DecoderSpec | EncoderDecoderSpec

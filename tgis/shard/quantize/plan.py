@@ -22,6 +22,7 @@ from tgis.shard.layers.ops import Parts, Product
 from tgis.shard.models import registry
 from tgis.shard.models.sensitive_weights import Spec
 from tgis.shard.models.skeleton import META, MetaWeights
+from tgis.shard.models.spec import Spec
 from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.interface import MatrixRole

@@ -15,7 +15,8 @@ from tgis.shard.checkpoint.gguf_memory import GgufMemory, measure_gguf
 from tgis.shard.checkpoint.opening import count_elements
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.sensitive_weights import Spec, measure_sensitive_share
+from tgis.shard.models.sensitive_weights import measure_sensitive_share
+from tgis.shard.models.spec import Spec
 from tgis.shard.quant.registry import find_format, find_scheme
 from tgis.shard.startup.engine_choice import NATIVE, Choice
 from tgis.shard.startup.platform import DeviceError, Platform
