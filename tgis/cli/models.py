@@ -213,14 +213,16 @@ def convert_to_onnx(
 )
 @click.option("--bits", type=click.Choice(["2", "3", "4", "8"]), default="4", help="GPTQ: bits per weight.")
 @click.option(
-    "--groupsize", type=click.IntRange(-1), default=128, help="GPTQ: columns per scale; -1: all columns."
+    "--groupsize",
+    type=click.IntRange(-1),
+    help="GPTQ: columns per scale; -1: all columns; unset: 32 for models below 1 billion weights, else 128.",
 )
 @click.option(
     "--act-order/--no-act-order",
     default=False,
     help="GPTQ: quantize columns in the order of their activations, largest first.",
 )
-@click.option("--sym/--no-sym", default=True, help="GPTQ: use codes symmetric around zero.")
+@click.option("--sym/--no-sym", default=False, help="GPTQ: use codes symmetric around zero.")
 @click.option(
     "--percdamp",
     type=click.FloatRange(0, min_open=True),
@@ -253,7 +255,7 @@ def quantize(
     gguf_type: str | None,
     calibration: Path | None,
     bits: str,
-    groupsize: int,
+    groupsize: int | None,
     trust_remote_code: bool,
     upload_to_model_id: str | None,
     **others: Any,

@@ -1,5 +1,6 @@
 """Rounding by GPTQ against the paper's equations in float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from tests.support.shard import gptq_oracle
 from tgis.shard.quantize.gptq import solve
-from tgis.shard.quantize.group_codes import GroupCodes, round_to_nearest
+from tgis.shard.quantize.group_codes import GroupCodes, find_grid, round_to_nearest
 from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 
 ROWS, COLUMNS = 12, 150  # more than a block
@@ -39,7 +40,7 @@ def draw(seed: int = 0, num_inputs: int = 400) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_equals_the_paper(options: dict[str, Any]) -> None:
-    settings = QuantizeSettings(**options)
+    settings = QuantizeSettings(**{"group_size": 128, "sym": True, **options})
     weight, hessian = draw()
     before = weight.clone(), hessian.clone()
     actual = solve(weight, hessian, settings)
@@ -68,7 +69,7 @@ def test_equals_the_paper(options: dict[str, Any]) -> None:
 def test_tiny_weights_and_zeros(sym: bool) -> None:
     weight, hessian = draw()
     weight[0], weight[1] = 0, weight[1] * 1e-9
-    actual = solve(weight, hessian, QuantizeSettings(sym=sym)).dequantize()
+    actual = solve(weight, hessian, QuantizeSettings(group_size=32, sym=sym)).dequantize()
     assert not actual[:2].any()
     assert actual.isfinite().all()
 
@@ -80,7 +81,7 @@ def output_error(weight: torch.Tensor, hessian: torch.Tensor, codes: GroupCodes)
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_errors_are_smaller_than_by_rounding_to_nearest(options: dict[str, Any]) -> None:
-    settings = QuantizeSettings(**options)
+    settings = QuantizeSettings(**{"group_size": 128, "sym": True, **options})
     weight, hessian = draw(1)
     ours, nearest = solve(weight, hessian, settings), round_to_nearest(weight, settings)
     assert output_error(weight, hessian, ours) < 0.5 * output_error(weight, hessian, nearest)
@@ -97,8 +98,39 @@ def test_rounding_to_nearest() -> None:
     assert torch.equal(best, (weight.double() - actual.dequantize().double()).abs())
 
 
+@pytest.mark.parametrize("act_order", [False, True])
+def test_damping_increases_until_the_hessian_can_be_inverted(act_order: bool) -> None:
+    """The only input that the Hessian knows has all columns, and it is not quite positive definite."""
+    weight, _ = draw()
+    hessian = torch.ones(COLUMNS, COLUMNS).fill_diagonal_(1 - 1e-3)
+    settings = QuantizeSettings(group_size=32, percdamp=1e-6, act_order=act_order)
+    actual = solve(weight, hessian, settings)
+    damped = solve(weight, hessian, replace(settings, percdamp=0.01))
+    assert torch.equal(actual.codes, damped.codes)
+    assert torch.equal(actual.scales, damped.scales)
+
+
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_searched_grids_lose_less_than_grids_that_span_the_weights(bits: int, sym: bool) -> None:
+    """Every element of a group counts by its importance."""
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(32, 100, generator=generator).double() ** 3
+    importance = torch.rand(32, generator=generator).double() ** 4
+    grid = find_grid(weights, importance, bits, sym)
+    actual = importance @ (weights - grid.decode(grid.encode(weights))) ** 2
+    for row, column in enumerate(weights.T.numpy()):
+        scale, zero = gptq_oracle.span_weights(column, bits, sym)
+        codes = np.clip(np.round(column / scale) + zero, 0, 2**bits - 1)
+        spanned = importance.numpy() @ (column - (codes - zero) * scale) ** 2
+        assert actual[row] < spanned * 1.001
+        assert grid.zeros[row] == zero
+        scale, _ = gptq_oracle.find_grid(column, importance.numpy(), bits, sym)
+        assert float(grid.scales[row]) == pytest.approx(scale, rel=2**-10), "scales are float16"
+
+
 def test_a_hessian_that_cannot_be_inverted_is_an_error() -> None:
     weight, hessian = draw()
     hessian[3, 4] = hessian[4, 3] = torch.nan
     with pytest.raises(QuantizeError, match="cannot be inverted: use a larger --percdamp"):
-        solve(weight, hessian, QuantizeSettings())
+        solve(weight, hessian, QuantizeSettings(group_size=32))

@@ -15,6 +15,7 @@ from tgis.shard.quantize.group_codes import Grid, GroupCodes, assemble, find_gri
 from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 
 BLOCK = 128  # columns that are rounded before all later columns are updated
+LARGER_DAMPINGS = (0.01, 0.1, 1.0)  # tried if the Hessian cannot be inverted with the damping that is set
 
 
 def solve(weight: Tensor, hessian: Tensor, settings: QuantizeSettings) -> GroupCodes:
@@ -33,7 +34,8 @@ def solve(weight: Tensor, hessian: Tensor, settings: QuantizeSettings) -> GroupC
         codes, grids = _round_columns(columns, _invert(hessian, settings.percdamp), length, [], settings)
         return assemble(codes, grids, length)
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    grids = [find_grid(group, settings.bits, settings.sym) for group in torch.split(columns, length)]
+    groups = zip(columns.split(length), hessian.diagonal().split(length), strict=True)
+    grids = [find_grid(*group, settings.bits, settings.sym) for group in groups]
     ordered = [grids[k // length] for k in order.tolist()]
     factor = _invert(hessian[order][:, order], settings.percdamp)
     ordered_codes, _ = _round_columns(columns[order], factor, len(columns), ordered, settings)
@@ -51,7 +53,10 @@ def _round_columns(
     codes, grids = torch.empty_like(columns), list[Grid]()
     for begin, end in pairwise(_cut(len(columns), length)):
         if not given and begin % length == 0:
-            grids.append(find_grid(columns[begin : begin + length], settings.bits, settings.sym))
+            group = slice(begin, begin + length)
+            # The squared error of a column divided by the square of its factor is what rounding it costs.
+            importance = factor.diagonal()[group] ** -2
+            grids.append(find_grid(columns[group], importance, settings.bits, settings.sym))
         block, inside = columns[begin:end], factor[begin:end, begin:end]
         errors = torch.empty_like(block)
         for i, column in enumerate(block):
@@ -71,12 +76,15 @@ def _cut(num_columns: int, length: int) -> list[int]:
 
 
 def _invert(hessian: Tensor, percdamp: float) -> Tensor:
-    """Return the upper Cholesky factor of the damped Hessian's inverse. Row k,
-    divided by its diagonal element, holds the weights with which later columns compensate for column k."""
-    damped = hessian.clone()
-    damped.diagonal().add_(percdamp * hessian.diagonal().mean())
-    lower, failed = torch.linalg.cholesky_ex(damped)
-    factor, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    if failed or failed_too or not factor.isfinite().all():
-        raise QuantizeError("the Hessian of its inputs cannot be inverted: use a larger --percdamp")
-    return cast(Tensor, factor)
+    """Return the upper Cholesky factor of the damped Hessian's inverse. Row k, divided by its diagonal
+    element, holds the weights with which later columns compensate for column k. Damping is increased until
+    the Hessian can be inverted. Raises QuantizeError if it cannot."""
+    mean = hessian.diagonal().mean()
+    for share in (percdamp, *(more for more in LARGER_DAMPINGS if more > percdamp)):
+        damped = hessian.clone()
+        damped.diagonal().add_(share * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        factor, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed and not failed_too and factor.isfinite().all():
+            return cast(Tensor, factor)
+    raise QuantizeError("the Hessian of its inputs cannot be inverted: use a larger --percdamp")

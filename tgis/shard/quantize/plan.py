@@ -104,6 +104,11 @@ class QuantizationPlan:
             paths_of.setdefault(layer[1], []).append(path)
         return list(paths_of.values())
 
+    @property
+    def num_weights(self) -> int:
+        """Number of weights to quantize."""
+        return sum(num_rows * num_columns for num_rows, num_columns in self.shapes.values())
+
     def open_weights(self) -> Weights:
         return registry.open_weights(self.directory, self.config, self.spec)
 

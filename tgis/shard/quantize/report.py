@@ -1,16 +1,20 @@
 """Progress lines of a run, and the table of its errors."""
 
 import logging
+import math
 import re
 import time
 from collections.abc import Mapping
 from statistics import fmean
 
 from tgis.shard.quantize.output import Errors
+from tgis.shard.quantize.settings import SMALL_GROUP, QuantizeSettings
 
 logger = logging.getLogger(__name__)
 
 TINY = 1e-12
+USUAL_RATIOS = {4: 1.1, 8: 1.01}
+"""Ratio of perplexity to the original's that usual runs stay below, by bits; not known for 2 and 3 bits."""
 _EXPERT = re.compile(r"\.\d+\.")
 
 
@@ -55,3 +59,27 @@ def mean_errors(errors: Mapping[str, tuple[float, float]]) -> Errors:
         kind = _EXPERT.sub(".", path.partition("blocks.")[2].partition(".")[2])
         by_kind.setdefault(kind, []).append(pair)
     return {kind: (fmean(a for a, _ in pairs), fmean(b for _, b in pairs)) for kind, pairs in by_kind.items()}
+
+
+def describe_loss(before: float, after: float, settings: QuantizeSettings) -> str:
+    """Return lines about the mean losses on held-out text, in nats per token, with advice if it is high."""
+    ratio, usual = math.exp(after - before), USUAL_RATIOS.get(settings.bits)
+    meaning = f"This is {ratio:.2f} x the perplexity of the original"
+    lines = [
+        f"loss on held-out text, in nats per token: {before:.4f} before, {after:.4f} after",
+        meaning if usual is None else f"{meaning}; below {usual:g} is usual for {settings.bits} bits",
+    ]
+    if not ratio < (usual or USUAL_RATIOS[4]):
+        lines.append(f"To lose less, try {_advise(settings)}.")
+    return "\n".join(lines)
+
+
+def _advise(settings: QuantizeSettings) -> str:
+    group_size = settings.group_size or SMALL_GROUP
+    options = [
+        ("--no-sym", settings.sym),
+        (f"--groupsize {SMALL_GROUP}", not 0 < group_size <= SMALL_GROUP),
+        ("more bits (--bits 8 or --method int8)", settings.bits < 8),
+        ("a longer --calibration text that resembles what the model will serve, with more --samples", True),
+    ]
+    return ", or ".join(option for option, helps in options if helps)

@@ -19,7 +19,7 @@ from tgis.shard.quantize.layer_steps import LayerSteps, Windows
 from tgis.shard.quantize.output import Errors, OutputDirectory, read_rest
 from tgis.shard.quantize.packing import Tensors, check_weight, pack_groups, pack_rows, unpack_groups
 from tgis.shard.quantize.plan import LinearMatrix, QuantizationPlan, StoredModule, make_plan
-from tgis.shard.quantize.report import Report, mean_errors
+from tgis.shard.quantize.report import Report, describe_loss, mean_errors
 from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ def quantize(
 
     Raises QuantizeError, UnsupportedModelError, WeightsError and ModelNotFoundError."""
     plan = make_plan(directory, settings)
+    settings = settings.for_model(plan.num_weights)
     facts = {**asdict(settings), "model": model_files.fingerprint(directory)}
     quantizer: Quantizer
     if settings.method == "gptq":
@@ -166,8 +167,7 @@ class GptqQuantizer:
         return {name: torch.tensor([value]) for name, value in settings.items()}
 
     def summary(self) -> str:
-        before, after = self._steps.losses(self._unrounded, self._held_out)
-        return f"loss on held-out text, in nats per token: {before:.4f} before, {after:.4f} after"
+        return describe_loss(*self._steps.losses(self._unrounded, self._held_out), self._settings)
 
     def _round(self, path: str, matrix: LinearMatrix, errors: dict[str, tuple[float, float]]) -> GroupCodes:
         """Round a matrix, replace its weight by the rounded one, and add its errors to `errors`."""

@@ -1,11 +1,14 @@
 """Settings of a run, and their form in the quantized checkpoint."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 from tgis.errors import OperatorError
 
 Method = Literal["gptq", "fp8", "int8"]
+
+SMALL_MODEL = 10**9  # models with fewer weights lose more by quantization, so their groups are smaller
+SMALL_GROUP, LARGE_GROUP = 32, 128
 
 
 class QuantizeError(OperatorError):
@@ -18,15 +21,22 @@ class QuantizeSettings:
 
     method: Method = "gptq"
     bits: int = 4
-    group_size: int = 128  # adjacent columns that share a scale; -1: all columns
+    group_size: int | None = None  # adjacent columns that share a scale; -1: all; None: by the model's size
     act_order: bool = False  # round the columns with the largest inputs first
-    sym: bool = True  # the zero is the middle of the codes' range
+    sym: bool = False  # the zero is the middle of the codes' range
     percdamp: float = 0.01  # fraction of the Hessian's mean diagonal that is added to the diagonal
     samples: int = 128
     seqlen: int = 2048  # tokens per sample, limited by the model's length
     seed: int = 0
 
+    def for_model(self, num_weights: int) -> Self:
+        """Return the settings with the group size for a model of this number of quantized weights."""
+        if self.group_size is not None:
+            return self
+        return replace(self, group_size=SMALL_GROUP if num_weights < SMALL_MODEL else LARGE_GROUP)
+
     def group_length(self, num_columns: int) -> int:
+        assert self.group_size is not None, "for_model chooses it"
         return num_columns if self.group_size == -1 else min(self.group_size, num_columns)
 
     def describe(self, kept: list[str]) -> dict[str, Any]:
