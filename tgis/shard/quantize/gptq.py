@@ -34,7 +34,7 @@ def solve(weight: Tensor, hessian: Tensor, settings: QuantizeSettings) -> GroupC
         codes, grids = _round_columns(columns, _invert(hessian, settings.percdamp), length, [], settings)
         return assemble(codes, grids, length)
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    groups = zip(columns.split(length), hessian.diagonal().split(length), strict=True)
+    groups = zip(torch.split(columns, length), torch.split(hessian.diagonal(), length), strict=True)
     grids = [find_grid(*group, settings.bits, settings.sym) for group in groups]
     ordered = [grids[k // length] for k in order.tolist()]
     factor = _invert(hessian[order][:, order], settings.percdamp)

@@ -93,7 +93,7 @@ def round_to_nearest(weight: Tensor, settings: QuantizeSettings) -> GroupCodes:
     columns = weight.double().T  # [num_columns, num_rows]
     length = settings.group_length(len(columns))
     groups = torch.split(columns, length)
-    alike = columns.new_ones(len(columns)).split(length)
+    alike = torch.split(columns.new_ones(len(columns)), length)
     grids = [find_grid(*each, settings.bits, settings.sym) for each in zip(groups, alike, strict=True)]
     codes = [grid.encode(group) for grid, group in zip(grids, groups, strict=True)]
     return assemble(torch.cat(codes), grids, length)

@@ -20,7 +20,6 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Parts, Product
 from tgis.shard.models import registry
-from tgis.shard.models.sensitive_weights import Spec
 from tgis.shard.models.skeleton import META, MetaWeights
 from tgis.shard.models.spec import Spec
 from tgis.shard.models.unread_tensors import refuse_unread
