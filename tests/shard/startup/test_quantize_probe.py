@@ -19,6 +19,7 @@ from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models import registry
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.models.streamed import score_prompt
+from tgis.shard.quant.registry import SCHEMES
 from tgis.shard.startup.load import load
 from tgis.shard.startup.quantize_probe import USUAL, open_probe
 
@@ -104,6 +105,10 @@ def test_a_model_with_outliers_gives_one_warning(
         assert not list_probe_lines(caplog)
 
 
+def test_every_scheme_has_a_usual_loss() -> None:
+    assert USUAL.keys() == SCHEMES.keys() - {"none"}
+
+
 def test_what_cannot_be_checked_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = write(tmp_path / "model")
     config = stepping.read_config(directory)
@@ -113,7 +118,7 @@ def test_what_cannot_be_checked_is_left_out(tmp_path: Path, caplog: pytest.LogCa
     (machine / "proc" / "self" / "cgroup").write_text("")
     (machine / "proc" / "meminfo").write_text("MemAvailable: 20 kB\n")
     chosen = configure(directory, quantize="int4")
-    arguments = (chosen, config, spec, stepping.ALONE, torch.float32)
+    arguments = (chosen, config, spec, stepping.ALONE, torch.float32, 100)
     assert open_probe(*arguments) is not None
     with caplog.at_level(logging.INFO):
         assert open_probe(*arguments, HostMemory(machine)) is None

@@ -38,6 +38,7 @@ from tgis.shard.startup.cache_type import CacheType, choose_cache_type
 from tgis.shard.startup.engine_choice import Choice
 from tgis.shard.startup.memory_plan import GIB, Demand, MemoryBudget
 from tgis.shard.startup.platform import Platform, RunnerParts, configure_torch
+from tgis.shard.startup.quantize_probe import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +123,8 @@ class LoadPlan:
         before = on.memory.memory_used()
         model = self.choice.load(group, self.dtype, on.kernels)
         _check_length(model.spec, demand.max_sequence_length)
+        probe = self._open_probe(model.spec, group)
         release_memory()
-        probe = quantize_probe.open_probe(config, self.settings, model.spec, group, self.dtype)
         weight_gib = (on.memory.memory_used() - before) / GIB
         guides.wait_until_ready()  # so that the measurement of a step below excludes the tokenizer's memory
         if self.limits.adapter_bytes:
@@ -143,6 +144,10 @@ class LoadPlan:
             demand.max_sequence_length,
         )
         return runner
+
+    def _open_probe(self, spec: ModelSpec, group: ProcessGroup) -> Probe | None:
+        longest = min(self.demand.max_sequence_length - 1, self.config.max_step_tokens)
+        return quantize_probe.open_probe(self.config, self.settings, spec, group, self.dtype, longest)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -65,10 +65,12 @@ def open_probe(
     spec: ModelSpec,
     group: ProcessGroup,
     dtype: torch.dtype,
+    max_tokens: int,
     memory: HostMemory | None = None,
 ) -> Probe | None:
     """Compute the probe with the unrounded weights. Return None if there is nothing to check or it cannot be
-    checked. All ranks must call this. `settings` is the model's config.json; `memory` is this machine's.
+    checked. All ranks must call this. `settings` is the model's config.json, `max_tokens` the
+    longest prompt of a step, `memory` this machine's.
 
     Raises WeightsError and ProcessGroupError."""
     if config.no_quantize_check or find_scheme(config.quantize).layout is None:
@@ -77,7 +79,7 @@ def open_probe(
         logger.info("--quantize %s is not checked: the model is no decoder-only model", config.quantize)
         return None
     path = Path(config.model_path)
-    token_ids = _tokenize(config, spec.vocab_size)
+    token_ids = _tokenize(config, spec.vocab_size)[:max_tokens]
     has_memory = _has_memory(path, config.quantize, memory or HostMemory())
     if not group.min(int(has_memory and len(token_ids) >= MIN_TOKENS)):
         return None
@@ -104,9 +106,7 @@ def _tokenize(config: ShardConfig, vocab_size: int) -> list[int]:
     except Exception as error:  # the library raises plain exceptions
         logger.info("--quantize %s is not checked: %s", config.quantize, first_line(error))
         return []
-    longest = (config.max_sequence_length or MAX_TOKENS + 1) - 1
-    ids = ids[: min(MAX_TOKENS, longest, config.max_step_tokens)]
-    return ids if all(i < vocab_size for i in ids) else []
+    return ids[:MAX_TOKENS] if all(i < vocab_size for i in ids) else []
 
 
 def warn_of_loss(probe: Probe, runner: ModelRunner, config: ShardConfig) -> None:
