@@ -22,6 +22,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     atomic_add,
     llvm_function,
     load_acquire,
+    operands,
     ordered,
     pointer,
     team_size_address,
@@ -144,8 +145,7 @@ def _await(arrived: Any, expected: int, yield_address: int) -> None:
 
 
 def _replay(args: Any) -> None:
-    a = carray(args, 6)
-    num_kernels, table_address, arrived_address, yield_address, team_size = a[1], a[2], a[3], a[4], a[5]
+    num_kernels, table_address, arrived_address, yield_address, team_size = operands(args, 1, 5)
     table = carray(pointer(table_address, _I64), (num_kernels, 2))
     arrived = pointer(arrived_address, _I64)
     num_threads = _call_function(team_size) if team_size else 1

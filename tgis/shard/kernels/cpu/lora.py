@@ -10,7 +10,15 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.jit import llvm
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, llvm_function, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import (
+    Kernel,
+    keep_alive,
+    llvm_function,
+    next_unit,
+    operands,
+    ordered,
+    pointer,
+)
 from tgis.shard.kernels.cpu.jit.llvm import I64
 
 LANES = 8
@@ -159,11 +167,13 @@ def _add_part(p: Any, rows: int, in_features: int, begin: int, end: int, s: Any)
 
 def _add_low_rank(args: Any) -> None:
     """Add a step's updates. A unit of work is a tile (tokens of one adapter) and a slice of columns."""
-    a = carray(args, 15)
-    num_tiles, num_slices, columns, max_rows, max_rank = a[1], a[2], a[3], a[4], a[5]
-    in_features, out_features, x, y, ids = a[6], a[7], a[8], a[9], a[10]
-    order, bounds, table = pointer(a[11], _I64), pointer(a[13], _I64), pointer(a[14], _I64)
-    tiles = carray(pointer(a[12], _I64), (num_tiles, 3))
+    num_tiles, num_slices, columns, max_rows, max_rank = operands(args, 1, 5)
+    in_features, out_features, x, y, ids = operands(args, 6, 5)
+    order_address, tiles_address, bounds_address, table_address = operands(args, 11, 4)
+    order = pointer(order_address, _I64)
+    bounds = pointer(bounds_address, _I64)
+    table = pointer(table_address, _I64)
+    tiles = carray(pointer(tiles_address, _I64), (num_tiles, 3))
     addresses = np.empty((3, max_rows), np.int64)
     s = RowAddresses(addresses[0], addresses[1], addresses[2], np.empty((max_rows, max_rank), np.float32))
     for r in range(max_rows):

@@ -22,7 +22,15 @@ from tgis.shard.kernels.cpu.attention.tiles import (
     round_up,
 )
 from tgis.shard.kernels.cpu.attention.vectors import LANES
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, keep_alive, next_unit, pointer, reorderable
+from tgis.shard.kernels.cpu.jit.compiler import (
+    Kernel,
+    as_float,
+    keep_alive,
+    next_unit,
+    operands,
+    pointer,
+    reorderable,
+)
 
 HEADS = 16  # maximum query heads of a unit of work
 TOKENS = 8  # tokens in a unit of work of the writing kernel
@@ -77,18 +85,19 @@ def _count_units(group: int, step: Any, p: Any) -> Any:
 
 
 @reorderable
-def _attend_unit_number(index: int, a: Any, step: Any, p: Any, scoring: Any, s: Any, element: Any) -> bool:
+def _attend_unit_number(
+    index: int, num_threads: int, queries: Any, step: Any, p: Any, scoring: Any, s: Any, element: Any
+) -> bool:
     """Compute unit of work number `index`. Return False if there is none."""
-    num_heads, q, out, num_threads = a[7], a[9], a[10], a[20]
-    group = num_heads // p.num_kv_heads
-    size = 4 * num_heads * result_size(s.length)
+    group = queries.num_heads // p.num_kv_heads
+    size = 4 * queries.num_heads * result_size(s.length)
     num_units = _count_units(group, step, p)
     if index >= num_units:
         return False
     u, segments = _find_unit(index, group, step, p, scoring, size)
     # The next unit of this thread if all threads are equally fast.
     following, _ = _find_unit(min(index + num_threads, num_units - 1), group, step, p, scoring, size)
-    attend_unit(u, following, Queries(q, out, num_heads), segments, p, scoring, s, element)
+    attend_unit(u, following, queries, segments, p, scoring, s, element)
     return True
 
 
@@ -97,13 +106,13 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
     are values of the types of elements and of their factors, queries and softmax weights."""
 
     def attend(args: Any) -> None:
-        a = carray(args, 21)
-        keys, values, num_kv_heads, head_dim, block_size, width = a[1], a[2], a[3], a[4], a[5], a[6]
-        num_heads, table = a[7], a[8]
-        scale, soft_cap, window, causal = a[11], a[12], a[13], a[14]
-        slopes, bias, num_biases = a[15], a[16], a[17]
-        key_factor, value_factor = as_float(a[18]), as_float(a[19])
+        keys, values, num_kv_heads, head_dim, block_size, width = operands(args, 1, 6)
+        num_heads, table, q_address, out = operands(args, 7, 4)
+        scale, soft_cap, window, causal, slopes, bias, num_biases = operands(args, 11, 7)
+        key_bits, value_bits, num_threads = operands(args, 18, 3)
+        key_factor, value_factor = as_float(key_bits), as_float(value_bits)
         p = Pages(keys, values, num_kv_heads, head_dim, block_size, width, key_factor, value_factor, columns)
+        queries = Queries(q_address, out, num_heads)
         step = carray(pointer(table, _I64), TABLE)
         scoring = ScoringArgs(as_float(scale), as_float(soft_cap), window, causal, slopes, bias, num_biases)
         depth = round_up(p.head_dim, LANES)
@@ -121,7 +130,7 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         rest = places + 64 * GROUPS
         rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)
         s = Scratch(*rows, updates, bounds, scores, places, rest, factor)
-        while _attend_unit_number(next_unit(args), a, step, p, scoring, s, element):
+        while _attend_unit_number(next_unit(args), num_threads, queries, step, p, scoring, s, element):
             pass
         keep_alive(memory)
 
@@ -155,10 +164,9 @@ def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
 
 def _write_kernel(element: Any) -> Kernel:
     def write(args: Any) -> None:
-        a = carray(args, 12)
-        keys, values, num_kv_heads, head_dim, block_size, width = a[1], a[2], a[3], a[4], a[5], a[6]
-        table, new_keys, new_values = a[7], a[8], a[9]
-        key_factor, value_factor = as_float(a[10]), as_float(a[11])
+        keys, values, num_kv_heads, head_dim, block_size, width = operands(args, 1, 6)
+        table, new_keys, new_values, key_bits, value_bits = operands(args, 7, 5)
+        key_factor, value_factor = as_float(key_bits), as_float(value_bits)
         p = Pages(keys, values, num_kv_heads, head_dim, block_size, width, key_factor, value_factor, 1)
         step = carray(pointer(table, _I64), TABLE)
         num_tokens = step[NUM_TOKENS_AT]

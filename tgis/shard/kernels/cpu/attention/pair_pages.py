@@ -20,6 +20,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     keep_alive,
     llvm_function,
     next_unit,
+    operands,
     pointer,
     reorderable,
 )
@@ -77,10 +78,9 @@ def _write_token(k: int, v: int, slot: int, p: Any, buffer: int) -> None:
 
 
 def _write_pairs(args: Any) -> None:
-    a = carray(args, 12)
-    keys, values, num_kv_heads, head_dim, block_size, width = a[1], a[2], a[3], a[4], a[5], a[6]
-    table, new_keys, new_values = a[7], a[8], a[9]
-    factors = (as_float(a[10]), as_float(a[11]))
+    keys, values, num_kv_heads, head_dim, block_size, width = operands(args, 1, 6)
+    table, new_keys, new_values, key_bits, value_bits = operands(args, 7, 5)
+    factors = (as_float(key_bits), as_float(value_bits))
     p = Pages(keys, values, num_kv_heads, head_dim, block_size, width, factors[0], factors[1], pairs.COLUMNS)
     step = carray(pointer(table, _I64), TABLE)
     num_tokens = step[NUM_TOKENS_AT]

@@ -10,7 +10,7 @@ from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.gemm.kernels import multiply
 from tgis.shard.kernels.cpu.gemm.operands import PanelKind
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, operands, ordered, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import loaded, stored
 
 _F32, _BF16, _PAIR = np.float32(0), np.uint16(0), np.uint32(0)
@@ -26,8 +26,7 @@ def _round(x: int, out: int, n: int) -> None:
 
 def _round_rows(args: Any) -> None:
     """Round rows of float32 to values of bfloat16."""
-    a = carray(args, 6)
-    num_rows, size, rows_per_unit, x, out = a[1], a[2], a[3], a[4], a[5]
+    num_rows, size, rows_per_unit, x, out = operands(args, 1, 5)
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         rows = min(num_rows - first, rows_per_unit)

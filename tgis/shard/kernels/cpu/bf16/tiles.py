@@ -21,7 +21,7 @@ from tgis.shard.kernels.cpu.amx.inner_loop import (
     write_shapes,
 )
 from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, operands, ordered, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import stored
 
 COLUMNS = 32  # columns of x in a row of a tile
@@ -43,8 +43,7 @@ def _round_row(x: int, n: int, out: int, padded: int) -> None:
 
 def _round_pairs(args: Any) -> None:
     """Round rows of float32 to bfloat16, zero-padded."""
-    a = carray(args, 7)
-    num_rows, size, padded, rows_per_unit, x, out = a[1], a[2], a[3], a[4], a[5], a[6]
+    num_rows, size, padded, rows_per_unit, x, out = operands(args, 1, 6)
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for row in range(first, min(first + rows_per_unit, num_rows)):
@@ -85,8 +84,7 @@ def _multiply_panel(
 
 def _multiply_tiles(args: Any) -> None:
     """Compute a product. A unit of work is several rows and panels."""
-    a = carray(args, 8)
-    m, n, steps, threads, x, weights, y = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+    m, n, steps, threads, x, weights, y = operands(args, 1, 7)
     groups, num_panels = -(-m // _MAX_ROWS), -(-n // PANEL)
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
     group_units = -(-num_panels // unit_panels)

@@ -34,7 +34,7 @@ from tgis.shard.kernels.cpu.codes.scales import find_scales
 from tgis.shard.kernels.cpu.gemm.inner_loop import copy
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.int8.quantize import make_quantizer
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, operands, ordered, pointer
 
 _MAX_PANELS = 8  # maximum panels of a unit of work
 _WIDE_PIECE = 4 * PIECE * COLUMNS  # bytes of a piece whose codes are widened to float32
@@ -260,17 +260,14 @@ def _copy_sums(sums: int, rows: int, y: int, pitch: int, n: int, panel: int) -> 
 @ordered
 def read_matrix(args: Any, first: int, bits: int, row_bytes: int, wide_unit: int, tile_rows: int) -> Any:
     """Return the matrix that a kernel's arguments, beginning with `first`, describe."""
-    a = carray(args, first + 15)
-    sizes = (a[first], a[first + 1], a[first + 2], a[first + 3], a[first + 4], a[first + 5], a[first + 6])
-    more = (a[first + 7], a[first + 8], a[first + 9])
-    addresses = (a[first + 10], a[first + 11], a[first + 12], a[first + 13], a[first + 14])
-    return Matrix(*sizes, *more, *addresses, UNIT_BIT * bits, bits, row_bytes, wide_unit, tile_rows)
+    layout = (UNIT_BIT * bits, bits, row_bytes, wide_unit, tile_rows)
+    return Matrix(*(operands(args, first, 15) + layout))
 
 
 @ordered
 def _multiply_float(args: Any, bits: int, element: Any) -> None:
     """Compute a product with float32 activations."""
-    m = carray(args, 2)[1]
+    (m,) = operands(args, 1, 1)
     # With AVX2, converting 4-bit codes for two tiles, or 8-bit codes for four, takes as long as widening them
     # once.
     max_unwidened = ROWS if LANES == 16 or bits in PACKED_BITS else ROWS * bits // 2
@@ -281,7 +278,7 @@ def _multiply_float(args: Any, bits: int, element: Any) -> None:
 @ordered
 def _multiply_rounded(args: Any, bits: int, wide_bits: int, element: Any) -> None:
     """Compute a product with rounded activations. Packed codes are always widened."""
-    m = carray(args, 2)[1]
+    (m,) = operands(args, 1, 1)
     max_unwidened = ROWS if LANES == 16 else ROWS * bits // 2
     is_wide = bits in PACKED_BITS or m > max_unwidened
     wide_unit = WIDE_UNIT // 8 * wide_bits if is_wide else 0
@@ -292,8 +289,7 @@ def _multiply_rounded(args: Any, bits: int, wide_bits: int, element: Any) -> Non
 @ordered
 def _multiply(args: Any, w: Any, element: Any) -> None:
     """Compute a product. Units are ordered by groups of rows, so that threads can reuse copies of x."""
-    a = carray(args, 7)
-    m, width, threads, x, y, pitch = a[1], a[2], a[3], a[4], a[5], a[6]
+    m, width, threads, x, y, pitch = operands(args, 1, 6)
     row_bytes = count_pieces(w) * w.row_bytes
     num_panels = -(-w.out_features // COLUMNS)
     max_rows = max(1, _CHUNK // (row_bytes * w.tile_rows)) * w.tile_rows

@@ -9,7 +9,7 @@ from numba import carray
 from tgis.shard.kernels.cpu.codes.kernels import count_pieces, count_units, panel_bytes, read_matrix
 from tgis.shard.kernels.cpu.codes.layout import AFTER, COLUMNS, PACKED_BITS, PLANE, UNIT, UNIT_BIT
 from tgis.shard.kernels.cpu.codes.scales import find_scales
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, operands, ordered, pointer
 
 _F32, _U8, _I32, _I64 = np.float32(0), np.uint8(0), np.int32(0), np.int64(0)
 
@@ -57,8 +57,7 @@ def _read_code(unit: int, bits: int, has_words: int, places: int, column: int, k
 
 def _look_up(args: Any) -> None:
     """Write rows of a table. numbers: values of the codes, float32 [2^bits]."""
-    a = carray(args, 8)
-    num_rows, ids, out, bits, has_words, places, numbers_at = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+    num_rows, ids, out, bits, has_words, places, numbers_at = operands(args, 1, 7)
     w = read_matrix(args, 8, bits, 0, 0, 1)
     numbers = carray(pointer(numbers_at, _F32), (1 << bits,))
     scratch = np.empty(2 * PLANE, np.uint8)

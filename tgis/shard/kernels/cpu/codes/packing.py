@@ -6,7 +6,7 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.codes.layout import AFTER, COLUMNS, PACKED_BITS, UNIT, UNIT_BIT
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, operands, ordered, pointer
 
 _U8, _I32 = np.uint8(0), np.int32(0)
 
@@ -79,9 +79,8 @@ def _pack_codes(args: Any) -> None:
     """Pack rows of codes, uint8 [rows, all units of pieces], and scales and offsets, uint8 [rows, pieces,
     planes, size], as columns of panels, beginning with column `first`. places: offsets of columns, int32
     [COLUMNS], if bytes hold two codes, otherwise 0."""
-    a = carray(args, 14)
-    num_rows, first, codes, scales, panels, bits, has_words = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
-    places, units, last_units, pieces, planes, size = a[8], a[9], a[10], a[11], a[12], a[13]
+    num_rows, first, codes, scales, panels, bits, has_words = operands(args, 1, 7)
+    places, units, last_units, pieces, planes, size = operands(args, 8, 6)
     width = (pieces - 1) * units + last_units
     scale_bytes = COLUMNS * planes * size
     panel_bytes = width * UNIT_BIT * bits + pieces * scale_bytes

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
 
 from tgis.shard.kernels.cpu.gemm.few_rows import multiply_few_rows
 from tgis.shard.kernels.cpu.gemm.inner_loop import MANY_ROWS
@@ -22,7 +21,7 @@ _BFLOAT16 = PanelKind(width=2 * PANEL, element=np.uint16(0), factor=_F32)
 @reorderable
 def multiply(args: Any, kind: Any) -> None:
     """Compute a matrix product. A unit of work is several rows and panels."""
-    w = describe_product(carray(args, 8), kind)
+    w = describe_product(args, kind)
     if w.num_rows < MANY_ROWS:
         multiply_few_rows(args, w, kind)
     else:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from tgis.shard.kernels.cpu.gemm.inner_loop import BLOCK, STRIDE, copy, copy_columns
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
-from tgis.shard.kernels.cpu.jit.compiler import reorderable
+from tgis.shard.kernels.cpu.jit.compiler import operands, reorderable
 
 LINE = 64  # bytes of a cache line
 _ALIGNED = 16  # divisor of the columns of a block
@@ -62,9 +62,9 @@ def copy_rows(w: Any, first: int, rows: int, to: Any, kind: Any) -> None:
 
 
 @reorderable
-def describe_product(a: Any, kind: Any) -> Any:
+def describe_product(args: Any, kind: Any) -> Any:
     """Return the product that a kernel's arguments describe."""
-    num_rows, out_features, in_features, num_threads, x, weights, y = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+    num_rows, out_features, in_features, num_threads, x, weights, y = operands(args, 1, 7)
     k = -(-in_features // kind.columns)
     return Product(num_rows, out_features, in_features, num_threads, x, weights, y, k, divide_columns(k))
 

@@ -6,7 +6,7 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, pointer, reorderable
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, operands, pointer, reorderable
 
 _SQUARE = 16  # columns per pass, so that cache lines that are read and written stay in the cache
 
@@ -14,8 +14,7 @@ _SQUARE = 16  # columns per pass, so that cache lines that are read and written 
 @reorderable
 def _pack(args: Any, element: Any) -> None:
     """Pack a matrix without converting its elements. A unit of work is a panel."""
-    a = carray(args, 5)
-    n, k, matrix, panels = a[1], a[2], a[3], a[4]
+    n, k, matrix, panels = operands(args, 1, 4)
     source = carray(pointer(matrix, element), (n, k))
     num_panels = -(-n // PANEL)
     out = carray(pointer(panels, element), (num_panels, k, PANEL))

@@ -15,6 +15,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     atomic_add,
     load_acquire,
     next_unit,
+    operands,
     ordered,
     pointer,
 )
@@ -139,9 +140,8 @@ def _await_quantized(args: Any, num_parts: int, w: Any) -> None:
 def _multiply(args: Any, min_tile_rows: int | None) -> None:
     """Compute a product. The first units of work quantize rows; the others multiply rows by runs of
     panels."""
-    a = carray(args, 13)
-    w = _Product(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
-    rows_per_part, rows_per_chunk, panels_per_run, threads = a[9], a[10], a[11], a[12]
+    w = _Product(*operands(args, 1, 8))
+    rows_per_part, rows_per_chunk, panels_per_run, threads = operands(args, 9, 4)
     num_parts = -(-w.num_rows // rows_per_part)
     num_panels = -(-w.out_features // COLUMNS)
     num_runs = -(-num_panels // panels_per_run)
@@ -190,9 +190,7 @@ def _pack_column(codes: int, scales: int, in_features: int, panel: int) -> None:
 
 def _pack_codes(args: Any) -> None:
     """Pack rows of codes and their scales as columns of panels, beginning with column `first`."""
-    a = carray(args, 8)
-    num_rows, in_features, first, codes, scales, panels = a[1], a[2], a[3], a[4], a[5], a[6]
-    panel_bytes = a[7]
+    num_rows, in_features, first, codes, scales, panels, panel_bytes = operands(args, 1, 7)
     num_groups = -(-in_features // GROUP)
     row = next_unit(args)
     while row < num_rows:

@@ -249,6 +249,17 @@ def atomic_add(amount: int, ordering: str) -> Any:
 next_unit = atomic_add(1, "monotonic")
 
 
+@untyped_intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def operands(typingctx: Any, args: Any, first: Any, count: Any) -> Any:
+    """Return args[first : first + count] as a tuple of integers. A kernel's first argument is args[1]."""
+
+    def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
+        places = [b.gep(values[0], [b.add(values[1], I64(i))]) for i in range(count.literal_value)]
+        return context.make_tuple(b, signature.return_type, [b.load(place) for place in places])
+
+    return types.UniTuple(types.int64, count.literal_value)(args, types.int64, count), generate
+
+
 @intrinsic
 def load_acquire(typingctx: Any, counter: Any) -> Any:
     """Read a counter. Writes of other threads before their last increment are visible afterwards."""

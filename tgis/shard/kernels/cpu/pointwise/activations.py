@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, operands, ordered, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, multiply_add
 
 _F32 = np.float32(0)
@@ -92,9 +92,8 @@ def _multiply_row(kind: int, gate: Any, up: Any, out: Any) -> None:
 
 
 def _activate(args: Any) -> None:
-    a = carray(args, 6)
-    num_rows, size, rows_per_unit, kind = a[1], a[2], a[3], a[4]
-    x = carray(pointer(a[5], _F32), (num_rows, size))
+    num_rows, size, rows_per_unit, kind, x_address = operands(args, 1, 5)
+    x = carray(pointer(x_address, _F32), (num_rows, size))
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
@@ -103,10 +102,9 @@ def _activate(args: Any) -> None:
 
 
 def _multiply_gated(args: Any) -> None:
-    a = carray(args, 7)
-    num_rows, size, rows_per_unit, kind = a[1], a[2], a[3], a[4]
-    x = carray(pointer(a[5], _F32), (num_rows, 2 * size))
-    out = carray(pointer(a[6], _F32), (num_rows, size))
+    num_rows, size, rows_per_unit, kind, x_address, out_address = operands(args, 1, 6)
+    x = carray(pointer(x_address, _F32), (num_rows, 2 * size))
+    out = carray(pointer(out_address, _F32), (num_rows, size))
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):

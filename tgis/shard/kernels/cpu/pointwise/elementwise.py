@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, next_unit, operands, ordered, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import tanh
 
 _F32 = np.float32(0)
@@ -32,10 +32,10 @@ def _change_row(kind: int, x: Any, other: Any, number: Any) -> None:
 
 
 def _change(args: Any) -> None:
-    a = carray(args, 10)
-    num_rows, size, rows_per_unit, kind, x_address, other_address = a[1], a[2], a[3], a[4], a[5], a[7]
-    pitch, stride = 4 * a[6], 4 * a[8]  # bytes between rows of x and of other
-    number = as_float(a[9])
+    num_rows, size, rows_per_unit, kind = operands(args, 1, 4)
+    x_address, x_pitch, other_address, other_pitch, bits = operands(args, 5, 5)
+    pitch, stride = 4 * x_pitch, 4 * other_pitch  # bytes between rows of x and of other
+    number = as_float(bits)
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):

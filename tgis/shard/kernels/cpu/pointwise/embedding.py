@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, operands, ordered, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import ELEMENTS, loaded
 
 _F32, _I64 = np.float32(0), np.int64(0)
@@ -21,10 +21,9 @@ def _look_up_kernel(element: Any) -> Kernel:
     width = element.itemsize  # bytes
 
     def look_up(args: Any) -> None:
-        a = carray(args, 8)
-        num_rows, size, rows_per_unit, table, offset = a[1], a[2], a[3], a[5], a[7]
-        ids = carray(pointer(a[4], _I64), (num_rows,))
-        out = carray(pointer(a[6], _F32), (num_rows, size))
+        num_rows, size, rows_per_unit, ids_address, table, out_address, offset = operands(args, 1, 7)
+        ids = carray(pointer(ids_address, _I64), (num_rows,))
+        out = carray(pointer(out_address, _F32), (num_rows, size))
         first = next_unit(args) * rows_per_unit
         while first < num_rows:
             for t in range(first, min(num_rows, first + rows_per_unit)):

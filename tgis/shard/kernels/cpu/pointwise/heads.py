@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, next_unit, operands, ordered, pointer
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
 
 _F32, _I64 = np.float32(0), np.int64(0)
 
 
 def _angles(args: Any) -> None:
-    a = carray(args, 10)
-    num_rows, half, num_sets = a[1], a[2], a[3]
-    positions = carray(pointer(a[4], _I64), (num_rows,))
-    inv_freq = carray(pointer(a[5], _F32), (num_sets, half))
-    amplitudes = carray(pointer(a[6], _F32), (num_sets,))
-    factor_sets = carray(pointer(a[7], _I64), (num_rows if a[7] else 0,))
-    growth = carray(pointer(a[8], _F32), (num_rows if a[8] else 0,))
-    out = carray(pointer(a[9], _F32), (2, num_rows, half))
+    num_rows, half, num_sets, positions_address, inv_freq_address = operands(args, 1, 5)
+    amplitudes_address, sets_address, growth_address, out_address = operands(args, 6, 4)
+    positions = carray(pointer(positions_address, _I64), (num_rows,))
+    inv_freq = carray(pointer(inv_freq_address, _F32), (num_sets, half))
+    amplitudes = carray(pointer(amplitudes_address, _F32), (num_sets,))
+    factor_sets = carray(pointer(sets_address, _I64), (num_rows if sets_address else 0,))
+    growth = carray(pointer(growth_address, _F32), (num_rows if growth_address else 0,))
+    out = carray(pointer(out_address, _F32), (2, num_rows, half))
     t = next_unit(args)
     while t < num_rows:
         chosen = factor_sets[t] if factor_sets.size else 0
@@ -65,18 +65,19 @@ def _rotate_heads(x: Any, dim: int, cosines: Any, sines: Any, out: Any) -> None:
 
 
 def _split_heads(args: Any) -> None:
-    a = carray(args, 15)
-    num_rows, heads, kv_heads, dim, half, rows_per_unit = a[1], a[2], a[3], a[4], a[5], a[6]
+    num_rows, heads, kv_heads, dim, half, rows_per_unit = operands(args, 1, 6)
+    x_address, angles_address, q_address, k_address, v_address = operands(args, 7, 5)
+    q_weight_address, k_weight_address, eps_bits = operands(args, 12, 3)
     q_size, kv_size = heads * dim, kv_heads * dim
-    x = carray(pointer(a[7], _F32), (num_rows, q_size + 2 * kv_size))
-    angles = carray(pointer(a[8], _F32), (2, num_rows, half))
-    q = carray(pointer(a[9], _F32), (num_rows, q_size))
-    k = carray(pointer(a[10], _F32), (num_rows, kv_size))
-    v = carray(pointer(a[11], _F32), (num_rows, kv_size))
-    q_weight = carray(pointer(a[12], _F32), (dim if a[12] else 0,))
-    k_weight = carray(pointer(a[13], _F32), (dim if a[13] else 0,))
-    eps = as_float(a[14])
-    normed = np.empty(q_size + kv_size if a[12] else 0, np.float32)
+    x = carray(pointer(x_address, _F32), (num_rows, q_size + 2 * kv_size))
+    angles = carray(pointer(angles_address, _F32), (2, num_rows, half))
+    q = carray(pointer(q_address, _F32), (num_rows, q_size))
+    k = carray(pointer(k_address, _F32), (num_rows, kv_size))
+    v = carray(pointer(v_address, _F32), (num_rows, kv_size))
+    q_weight = carray(pointer(q_weight_address, _F32), (dim if q_weight_address else 0,))
+    k_weight = carray(pointer(k_weight_address, _F32), (dim if k_weight_address else 0,))
+    eps = as_float(eps_bits)
+    normed = np.empty(q_size + kv_size if q_weight_address else 0, np.float32)
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):

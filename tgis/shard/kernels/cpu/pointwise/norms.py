@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, next_unit, ordered, pointer, reorderable
+from tgis.shard.kernels.cpu.jit.compiler import (
+    Kernel,
+    as_float,
+    next_unit,
+    operands,
+    ordered,
+    pointer,
+    reorderable,
+)
 
 _F32 = np.float32(0)
 
@@ -52,13 +60,13 @@ def _rms_norm_row(x: Any, delta: Any, weight: Any, eps: Any, out: Any, t: int) -
 
 
 def _rms_norm(args: Any) -> None:
-    a = carray(args, 9)
-    num_rows, size, rows_per_unit = a[1], a[2], a[3]
-    x = carray(pointer(a[4], _F32), (num_rows, size))
-    delta = carray(pointer(a[5], _F32), (num_rows if a[5] else 0, size))
-    weight = carray(pointer(a[6], _F32), (size,))
-    out = carray(pointer(a[7], _F32), (num_rows, size))
-    eps = as_float(a[8])
+    num_rows, size, rows_per_unit = operands(args, 1, 3)
+    x_address, delta_address, weight_address, out_address, eps_bits = operands(args, 4, 5)
+    x = carray(pointer(x_address, _F32), (num_rows, size))
+    delta = carray(pointer(delta_address, _F32), (num_rows if delta_address else 0, size))
+    weight = carray(pointer(weight_address, _F32), (size,))
+    out = carray(pointer(out_address, _F32), (num_rows, size))
+    eps = as_float(eps_bits)
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
@@ -82,14 +90,14 @@ def _layer_norm_row(x: Any, delta: Any, weight: Any, bias: Any, eps: Any, out: A
 
 
 def _layer_norm(args: Any) -> None:
-    a = carray(args, 10)
-    num_rows, size, rows_per_unit = a[1], a[2], a[3]
-    x = carray(pointer(a[4], _F32), (num_rows, size))
-    delta = carray(pointer(a[5], _F32), (num_rows if a[5] else 0, size))
-    weight = carray(pointer(a[6], _F32), (size,))
-    bias = carray(pointer(a[7], _F32), (size if a[7] else 0,))
-    out = carray(pointer(a[8], _F32), (num_rows, size))
-    eps = as_float(a[9])
+    num_rows, size, rows_per_unit = operands(args, 1, 3)
+    x_address, delta_address, weight_address, bias_address, out_address, eps_bits = operands(args, 4, 6)
+    x = carray(pointer(x_address, _F32), (num_rows, size))
+    delta = carray(pointer(delta_address, _F32), (num_rows if delta_address else 0, size))
+    weight = carray(pointer(weight_address, _F32), (size,))
+    bias = carray(pointer(bias_address, _F32), (size if bias_address else 0,))
+    out = carray(pointer(out_address, _F32), (num_rows, size))
+    eps = as_float(eps_bits)
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
