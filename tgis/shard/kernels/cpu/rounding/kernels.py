@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from numba import carray
-
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, operands
 from tgis.shard.kernels.cpu.jit.scalar_math import ELEMENTS
 from tgis.shard.kernels.cpu.rounding.nearest import round_group
 from tgis.shard.kernels.cpu.rounding.search import GROUP, search_group
@@ -18,8 +16,7 @@ def _search_kernel(element: Any) -> Kernel:
     width = element.itemsize  # bytes
 
     def search(args: Any) -> None:
-        a = carray(args, 6)
-        num_groups, x, codes, scales, offsets = a[1], a[2], a[3], a[4], a[5]
+        num_groups, x, codes, scales, offsets = operands(args, 1, 5)
         first = next_unit(args) * _GROUPS
         while first < num_groups:
             for i in range(first, min(num_groups, first + _GROUPS)):
@@ -34,8 +31,7 @@ def _nearest_kernel(element: Any) -> Kernel:
     width = element.itemsize
 
     def round_to_nearest(args: Any) -> None:
-        a = carray(args, 8)
-        num_groups, group, bound, num_steps, x, codes, scales = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+        num_groups, group, bound, num_steps, x, codes, scales = operands(args, 1, 7)
         per_unit = max(1, _UNIT // group)
         first = next_unit(args) * per_unit
         while first < num_groups:
