@@ -165,7 +165,8 @@ class GptqQuantizer:
         return {name: torch.tensor([value]) for name, value in settings.items()}
 
     def summary(self) -> str:
-        return describe_loss(*self._steps.losses(self._unrounded, self._held_out), self._settings)
+        before, after = self._steps.losses(self._unrounded, self._held_out)
+        return describe_loss(before, after, self._settings)
 
     def _round(self, path: str, matrix: LinearMatrix, errors: dict[str, tuple[float, float]]) -> GroupCodes:
         """Round a matrix, replace its weight by the rounded one, and add its errors to `errors`."""
