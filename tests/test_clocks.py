@@ -17,6 +17,9 @@ ALLOWED = {
     "prompts/snapshot.py": "the age of a file",
     "cli/top/screen.py": "the time of a frame",
     "router/api/openai/answers/dates.py": "when an answer was made",
+    "router/api/vllm_engine/cache_feed.py": "when blocks changed; numbers that grow with restarts",
+    "router/api/vllm_engine/load_records.py": "when a load was read",
+    "router/api/vllm_engine/servicer.py": "when the last call arrived, and when loads were read",
     "router/api/vllm/series.py": "when adapters were counted, which is a series' value in vLLM",
 }
 

@@ -2,6 +2,7 @@
 the router. That saves most of the time of a start."""
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -63,7 +64,8 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the fork server knows it first
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         if self.poll() is None:

@@ -48,9 +48,13 @@ class Worker:
             process.kill()
 
     def close(self) -> None:
-        """Kill the process, even if it is just starting. Any thread may call this; no request may follow."""
+        """Kill the process and wait for its end. One that is just starting is killed later. Any thread may
+        call this; no request may follow."""
         self._is_closed = True
-        self.kill()
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.wait()
 
     def end(self) -> int:
         """Close the socket, wait for the end of the process, and return its exit status; 0 if none runs."""

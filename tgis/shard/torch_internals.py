@@ -34,7 +34,7 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: 
     return gloo(store, rank, size, options)
 
 
-class OperatorError(Exception):
+class TorchOperatorError(Exception):
     """Error when a torch operator is used that is forbidden. Its text is the operator's name."""
 
 
@@ -46,7 +46,7 @@ class _RejectsOperators:
     ) -> Any:
         aliases = [given.alias_info for given in func._schema.returns]
         if not aliases or any(alias is None or alias.is_write for alias in aliases):
-            raise OperatorError(func)
+            raise TorchOperatorError(func)
         return func(*args, **(kwargs or {}))
 
 

@@ -11,7 +11,7 @@ from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 from tgis.shard.models.interface import Model, StepInputs
 from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.forward import Forward, Outputs
-from tgis.shard.torch_internals import ForbidOperators, OperatorError
+from tgis.shard.torch_internals import ForbidOperators, TorchOperatorError
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class GraphForward(Forward):
             with ForbidOperators(), capture(self._pool.empty) as launches:  # type: ignore[no-untyped-call]
                 x = self.model.forward(inputs, self.attention)
                 logits = self.model.logits(x)
-        except OperatorError as error:
+        except TorchOperatorError as error:
             logger.info("steps are not captured as kernel graphs, because the model uses %s", error)
             self._can_capture = False
             return None

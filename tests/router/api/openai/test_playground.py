@@ -142,4 +142,4 @@ async def test_page_that_is_not_chosen_says_how_to_choose_it(options: dict[str, 
 
 def test_page_without_its_api_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"playground: .* --http-api openai"):
-        check({"playground": Setting(True), "http_api": Setting(None)}, ("openai",))
+        check({"playground": Setting(True), "http_api": Setting(None)}, ("openai",), ("fmaas",))

@@ -19,7 +19,7 @@ FINISH_REASONS = {
 """Finish reasons other than `length`."""
 
 
-class ResponseWriter:
+class GenerateWriter:
     def __init__(self, request: pb.GenerateRequest, counts: LogprobCounts) -> None:
         self._stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         self._counts = counts

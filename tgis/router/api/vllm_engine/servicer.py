@@ -26,7 +26,7 @@ from tgis.router.api.vllm_engine.calls import AbortedError, LiveCalls
 from tgis.router.api.vllm_engine.load_records import LoadRecords, scheduler_load
 from tgis.router.api.vllm_engine.model_facts import read_model_info
 from tgis.router.api.vllm_engine.requests import NAMES, read_call, read_logprob_counts
-from tgis.router.api.vllm_engine.responses import ResponseWriter
+from tgis.router.api.vllm_engine.responses import GenerateWriter
 from tgis.router.api.vllm_engine.tokenizer_files import TokenizerFiles, split
 from tgis.router.errors import RequestError
 from tgis.router.events import InputTokens
@@ -44,7 +44,8 @@ class VllmEngineServicer(Servicer):
         self._parts, self._service = parts, parts.service
         self._calls, self._feeds = LiveCalls(), CacheFeeds(self._service.watch_cache)
         self._default_sampling = read_default_sampling(parts.config)
-        self._started_at, self._last_call_at = time.time(), 0.0
+        self._started_at = time.monotonic()
+        self._last_call_at = 0.0
 
     @cached_property
     def _files(self) -> TokenizerFiles:
@@ -60,7 +61,7 @@ class VllmEngineServicer(Servicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> Responses:
         self._last_call_at = time.time()
         call = read_call(request, context)
-        writer = ResponseWriter(request, read_logprob_counts(request.sampling_params))
+        writer = GenerateWriter(request, read_logprob_counts(request.sampling_params))
         results: list[Result] = []
         responses = self._stream(call, writer, results) if request.stream else self._whole(call, writer)
         try:
@@ -74,11 +75,11 @@ class VllmEngineServicer(Servicer):
                 if result is None or not result.is_finished:
                     yield writer.aborted(index, result)
 
-    async def _whole(self, call: GenerationCall, writer: ResponseWriter) -> Responses:
+    async def _whole(self, call: GenerationCall, writer: GenerateWriter) -> Responses:
         for index, result in enumerate(await self._service.generate(call)):
             yield writer.complete(index, result)
 
-    async def _stream(self, call: GenerationCall, writer: ResponseWriter, results: list[Result]) -> Responses:
+    async def _stream(self, call: GenerationCall, writer: GenerateWriter, results: list[Result]) -> Responses:
         """Yield the messages of a stream, and add the results of its texts to `results`."""
         async with self._service.stream(call) as streams:
             results += [Result(stream.spec) for stream in streams]
@@ -114,7 +115,7 @@ class VllmEngineServicer(Servicer):
         return pb.GetServerInfoResponse(
             active_requests=load.num_running + load.num_waiting,
             last_receive_timestamp=self._last_call_at,
-            uptime_seconds=time.time() - self._started_at,
+            uptime_seconds=time.monotonic() - self._started_at,
             server_type=SERVER_TYPE,
             data_parallel_size=1,
             max_num_seqs=self._parts.config.max_batch_size,
