@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.metrics.scrape import Gather
+from tgis.router.metrics.scrape import Gather, gather_in_time
 
 
 class EngineLoad(NamedTuple):
@@ -18,8 +18,9 @@ class EngineLoad(NamedTuple):
 
 
 async def read_engine_load(metrics: Metrics, gather: Gather) -> EngineLoad:
-    """Return the load. `gather` returns the gauges of the router's other processes."""
-    processes = [metrics.gauge_values(), *await gather()]
+    """Return the load; zeros if the engine is in another process that does not answer in time. `gather`
+    returns the gauges of the router's other processes."""
+    processes = [metrics.gauge_values(), *await gather_in_time(gather)]
     gauges = metrics.requests_running, metrics.queue_size, metrics.kv_cache_usage
     num_running, num_waiting, cache_usage = (_total(processes, gauge.name) for gauge in gauges)
     return EngineLoad(int(num_running), int(num_waiting), cache_usage)

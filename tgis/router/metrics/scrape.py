@@ -32,7 +32,7 @@ def render_all(metrics: Metrics, directory: Path, gather: Gather) -> Render:
     not arrive in time are omitted."""
 
     async def render() -> bytes:
-        others = await _within(GATHER_S, gather)
+        others = await gather_in_time(gather)
         metrics.publish()
         gauges = [metrics.gauge_values(), *others]
         return await asyncio.to_thread(render_sums, metrics, directory, gauges)
@@ -51,9 +51,10 @@ async def keep_published(metrics: Metrics) -> None:
         await asyncio.sleep(PUBLISH_INTERVAL_S)
 
 
-async def _within(limit_s: float, gather: Gather) -> list[GaugeValues]:
+async def gather_in_time(gather: Gather) -> list[GaugeValues]:
+    """Return the gauges of the other processes; none if they do not arrive within GATHER_S."""
     try:
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(GATHER_S):
             return await gather()
     except TimeoutError:
         return []

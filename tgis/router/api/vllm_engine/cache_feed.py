@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 
@@ -14,7 +14,7 @@ from tgis.router.scheduling.cache_events import CacheChanges, CacheListener, Sto
 
 MAX_WAITING = 1024  # batches that wait for a slow subscriber before it is cut off
 HISTORY = 1024  # batches that a subscriber can resume from
-SNAPSHOT_BLOCKS = 512  # blocks in one message of a snapshot
+MAX_BLOCKS = 512  # stored blocks in one batch, so that clients accept its size
 
 
 class Subscription:
@@ -79,14 +79,15 @@ class TenantFeed:
         stored = [block for block in changes.stored if block.tenant == self._tenant]
         self._blocks.update((block.name, block) for block in stored)
         removed = [name for name in changes.removed if self._blocks.pop(name, None) is not None]
-        events = [pb.KvCacheEvent(cleared=pb.KvCacheCleared())] if changes.is_cleared else []
-        events += (pb.KvCacheEvent(stored=run) for run in _runs(stored))
+        parts = _list_events(stored, changes.is_cleared)
         if removed:
-            events.append(pb.KvCacheEvent(removed=pb.KvBlocksRemoved(block_hashes=removed)))
-        if not events:
-            return
-        for event, event_id in zip(events, self._event_ids, strict=False):
-            event.event_id = event_id
+            parts[-1].append(pb.KvCacheEvent(removed=pb.KvBlocksRemoved(block_hashes=removed)))
+        for events in filter(None, parts):
+            self._send(events)
+
+    def _send(self, events: list[pb.KvCacheEvent]) -> None:
+        for event in events:
+            event.event_id = next(self._event_ids)
         self._sequence += 1
         batch = pb.KvEventBatch(sequence_number=self._sequence, timestamp=time.time(), events=events)
         self._history.append(batch)
@@ -95,22 +96,17 @@ class TenantFeed:
 
     def _snapshot(self) -> list[pb.KvEventBatch]:
         """Return all blocks. The numbers of the batches end with the current one."""
-        blocks = list(self._blocks.values())
-        starts = range(0, max(len(blocks), 1), SNAPSHOT_BLOCKS)
-        parts = [blocks[start : start + SNAPSHOT_BLOCKS] for start in starts]
-        first = self._sequence - len(parts) + 1
-        batches = []
-        for index, part in enumerate(parts):
-            events = [pb.KvCacheEvent(stored=run) for run in _runs(part)]
-            if index == 0:
-                events.insert(0, pb.KvCacheEvent(cleared=pb.KvCacheCleared()))
-            chunk = pb.KvSnapshotChunk(index=index, count=len(parts), blocks=len(blocks))
-            batches.append(
-                pb.KvEventBatch(
-                    sequence_number=first + index, timestamp=time.time(), events=events, snapshot=chunk
-                )
+        num_blocks, parts = len(self._blocks), _list_events(list(self._blocks.values()), is_cleared=True)
+        first, count = self._sequence - len(parts) + 1, len(parts)
+        return [
+            pb.KvEventBatch(
+                sequence_number=first + index,
+                timestamp=time.time(),
+                events=events,
+                snapshot=pb.KvSnapshotChunk(index=index, count=count, blocks=num_blocks),
             )
-        return batches
+            for index, events in enumerate(parts)
+        ]
 
 
 class CacheFeeds:
@@ -143,6 +139,18 @@ class CacheFeeds:
     def _apply(self, changes: CacheChanges) -> None:
         for feed in self._feeds.values():
             feed.apply(changes)
+
+
+def _list_events(stored: Sequence[StoredBlock], is_cleared: bool) -> list[list[pb.KvCacheEvent]]:
+    """Return the events of each batch for stored blocks, at least one batch. The first one clears all earlier
+    blocks if `is_cleared` is set."""
+    starts = range(0, max(len(stored), 1), MAX_BLOCKS)
+    parts = [
+        [pb.KvCacheEvent(stored=run) for run in _runs(stored[start : start + MAX_BLOCKS])] for start in starts
+    ]
+    if is_cleared:
+        parts[0].insert(0, pb.KvCacheEvent(cleared=pb.KvCacheCleared()))
+    return parts
 
 
 def _runs(blocks: Iterable[StoredBlock]) -> Iterator[pb.KvBlocksStored]:

@@ -7,16 +7,22 @@ from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
+from tgis.config.processes import RouterConfig
 from tgis.hub.model_files import read_json
 from tgis.router.api.http.service_parts import ServiceParts
+
+
+def find_model(config: RouterConfig) -> Path:
+    """Return the directory of the model, or the tokenizer's if the router knows no other."""
+    path = config.model_sampling_path
+    return Path(config.tokenizer_path) if path is None else Path(path).parent
 
 
 def read_model_info(parts: ServiceParts, default_sampling: Mapping[str, float]) -> pb.GetModelInfoResponse:
     """Return the facts about the model, with the sampling of requests that set none. Raises
     ModelNotFoundError."""
     info, config = parts.service.engine_info, parts.config
-    model = Path(config.model_sampling_path or config.tokenizer_path).parent
-    facts = read_json(model, "config.json")
+    facts = read_json(find_model(config), "config.json")
     eos = sorted(info.eos_token_ids | parts.tokenizer.eos_token_ids)
     length = parts.limits.max_sequence_length
     return pb.GetModelInfoResponse(
