@@ -9,25 +9,26 @@ from tgis.shard.models.unread_tensors import IGNORED
 INTRODUCTION = """\
 # Models
 
-This page lists the models that can be served: families, quantized formats, GGUF architectures, and what runs through other
-engines. The family of a model is the `model_type` of its `config.json`. The families of the table run on this service's own
-engine (`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`). If a configuration needs something that its family does not
-support, the model runs through transformers' code with a warning, or is refused; `tgis_native` always refuses it.
+This page lists the models that can be served: families, quantized formats, GGUF architectures, and models that run on
+other engines. The family of a model is the `model_type` of its `config.json`. The families in the table run on this
+service's own engine (`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`). If a configuration needs a feature that its
+family does not support, the service runs the model through transformers' code with a warning, or refuses it;
+`tgis_native` always refuses it.
 """
 COLUMNS = ("family", "what it is", "`model_type`", "kind", "quantized")
 # Families whose checkpoints of every format are tested; for other families, one format is tested.
 EACH_FORMAT = ("llama", "mixtral", "granitemoe", "gpt2", "falcon", "t5")
 OTHERS = f"""\
-All of them support sharding (`--num-shard`), quantization (`--quantize`), soft prompts and adapters. The
-tests compare tiny models of every family with transformers in float32, on one shard, and Llamas on two; accuracy and
-speed were measured with Llama's shapes only.
+All of them support sharding (`--num-shard`), quantization (`--quantize`), soft prompts and adapters. The tests compare
+tiny models of every family with transformers in float32 on one shard, and Llama models on two. Accuracy and speed were
+measured only with Llama's shapes.
 
 ## Quantized checkpoints
 
-A quantized checkpoint is served by its own settings: `quantization_config` of `config.json`,
-`quantize_config.json`, `quant_config.json`, or the tensors `gptq_bits` and `gptq_groupsize`. Every format works with every
-family, with sharding, soft prompts and adapters, because families ask for weights by name. The column `quantized` says
-whether the tests compare checkpoints of each format, or of one, with transformers.
+The service takes the settings of a quantized checkpoint from the checkpoint itself: `quantization_config` of
+`config.json`, `quantize_config.json`, `quant_config.json`, or the tensors `gptq_bits` and `gptq_groupsize`. Every
+format works with every family, with sharding, soft prompts and adapters, because families request weights by name. The
+column `quantized` shows whether the tests compare checkpoints of each format, or of one, with transformers.
 
 | format | what is read |
 | --- | --- |
@@ -37,24 +38,24 @@ whether the tests compare checkpoints of each format, or of one, with transforme
 | `fp8`, `fbgemm_fp8` | a scale for each matrix, row or block |
 | `bitsandbytes` | `nf4` and `fp4`, also nested, and 8 bits |
 
-On CPUs, weights of 8 bits and fewer are kept as codes and scales, those of `fp8` as `--dtype`; GPUs keep all of them as
-`--dtype` ([how each format is kept and multiplied](quantized-checkpoints.md#serving)). Bits and groups of a module follow
-from the shapes of its tensors, so modules may differ. All other formats are refused by name, for example EXL2, AQLM,
-QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, MXFP4, Marlin 2:4, sparse ones,
-the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.
+CPUs keep weights of 8 bits or fewer as codes and scales, but `fp8` weights in `--dtype`. GPUs keep all weights in
+`--dtype` ([how each format is kept and multiplied](quantized-checkpoints.md#serving)). The shapes of a module's tensors
+determine its bits and groups, so modules may differ. The service refuses all other formats with an error that names the
+format, for example EXL2, AQLM, QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, MXFP4, Marlin 2:4,
+sparse formats, the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.
 
 ## GGUF files
 
-A GGUF file is served as it is, with the configuration, the tokenizer and the chat template that it holds; a CPU computes
-with its codes ([GGUF files](gguf.md)). These architectures are served:
+The service serves a GGUF file without conversion, with the configuration, the tokenizer and the chat template that the
+file contains. A CPU computes with the codes of the file ([GGUF files](gguf.md)). These architectures are served:
 {", ".join(f"`{name}`" for name in sorted((*ARCHITECTURES, "t5")))}.
 
 ## Sharding
 
-`--num-shard` splits every native model: attention by heads, feed-forward layers and each expert by width, the
-embedding and the head by tokens. The number of attention heads and the widths must be divisible by the number of
-shards; if there are fewer key/value heads than shards, neighbours share them; the vocabulary need not be divisible. A
-model that cannot be split is refused with its numbers.
+`--num-shard` splits every native model: attention by heads, feed-forward layers and each expert by width, the embedding
+and the head by tokens. The number of attention heads and the widths must be divisible by the number of shards. If there
+are fewer key/value heads than shards, neighbouring shards share them. The size of the vocabulary need not be divisible.
+If a model cannot be split, the service refuses it with an error that contains its numbers.
 
 ## Soft prompts and adapters
 
@@ -64,14 +65,14 @@ the head, under PEFT's names of these modules.
 ## Everything else
 
 A causal model of another family runs through transformers' code with this service's cache and attention, if that code
-uses transformers' attention interface (`DEPLOYMENT_FRAMEWORK` unset or `hf_transformers`). At the start, the scores of a
-few tokens are computed with and without the cache; if they differ, the model is refused with the reason. Every shard
-holds the whole model, and there are no soft prompts and no adapters. Code that is part of a
+uses transformers' attention interface (`DEPLOYMENT_FRAMEWORK` unset or `hf_transformers`). At startup, the service
+computes the scores of a few tokens with and without the cache. If they differ, it refuses the model and reports the
+reason. Every shard holds the whole model. Soft prompts and adapters are not supported. Code that is part of a
 checkpoint runs only with `TRUST_REMOTE_CODE=true`.
 
-`hf_transformers` and `hf_accelerate` select that code for models of the table too, on one shard. Encoder-decoders, models
-with ALiBi, Falcon and models with a `dynamic` or `longrope` rope cannot run there: the service's own engine serves them,
-with a warning, and with soft prompts and adapters.
+`hf_transformers` and `hf_accelerate` select transformers' code for the models in the table too, on one shard.
+Encoder-decoders, models with ALiBi, Falcon and models with a `dynamic` or `longrope` rope cannot run through it. The
+service's own engine serves them, logs a warning, and supports soft prompts and adapters for them.
 
 `hf_optimum_ort` runs a decoder-only model in ONNX form on ONNX Runtime (`pip install 'tgis-next[onnx]'`).
 """
@@ -80,9 +81,10 @@ with a warning, and with soft prompts and adapters.
 UNREAD = """\
 ## Tensors that are not read
 
-A checkpoint is refused at the start if it has tensors that are not part of the model in its `config.json`: more layers
-or experts than the configuration names, or biases that it omits. The error names the first. Only these tensors are
-ignored, in checkpoints of any family, and layers that predict further tokens, if `num_nextn_predict_layers` counts them:
+At startup, the service refuses a checkpoint that contains tensors that do not belong to the model in its `config.json`:
+more layers or experts than the configuration names, or biases that it omits. The error names the first such tensor. The
+service ignores only these tensors, in checkpoints of any family, and layers that predict further tokens, if
+`num_nextn_predict_layers` counts them:
 """
 
 

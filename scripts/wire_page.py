@@ -29,41 +29,41 @@ INTRODUCTION = f"""\
 # gRPC API
 
 This page describes the gRPC API: calls, the order of a stream, metadata, and every message and field.
-`fmaas.GenerationService` is served on port 8033; its definition is `protos/generation.proto`. Names, numbers and types
-are those of TGIS, with the additions of vllm-tgis-adapter, and do not change. The port also serves gRPC health (`""` and
-`fmaas.GenerationService`) and reflection. A request may have up to
+The service provides `fmaas.GenerationService` on port 8033; `protos/generation.proto` defines it. Names, numbers and
+types are those of TGIS, with the additions of vllm-tgis-adapter, and do not change. The port also serves gRPC health
+(`""` and `fmaas.GenerationService`) and reflection. The maximum size of a request is
 {PortOptions.max_message_bytes >> 20} MiB (`--max-message-bytes`).
 """
 STREAM = """\
 ## Messages of a stream
 
-1. A header, sent at once: `input_token_count`, the seed, and the input's text if it was requested.
-2. If `input_tokens` were requested, a message with only those and their count.
-3. Messages with text, tokens or both; `generated_token_count` grows. One without text is sent only if tokens were
-   requested. A message has one token, or several if the client or the service is slow: at most 256 token entries,
-   alternatives (`top_n_tokens`) included.
-4. The last one has `stop_reason`, the seed again, and `stop_sequence` if that was the reason.
+1. The header, sent immediately: `input_token_count`, the seed, and the text of the input if it was requested.
+2. If `input_tokens` were requested, a message that contains only the input tokens and their count.
+3. Messages with text, tokens or both; `generated_token_count` grows. A message without text is sent only if tokens were
+   requested. A message contains one token, or several if the client or the service is slow: at most 256 token entries,
+   including alternatives (`top_n_tokens`).
+4. The last message, with `stop_reason`, the seed again, and `stop_sequence` if that was the reason.
 
-A unary answer has all of this in one message for each input, in order of the inputs.
+A unary response contains all of this in one message per input, in the order of the inputs.
 """
 METADATA = """\
 ## Metadata of a call
 
-Parameters that the messages lack are call metadata; they apply to all inputs of the call. An unknown `tgis-*` key, a
-key that is given twice, or an invalid value is INVALID_ARGUMENT, in every method; the text names the key. Other keys
-are ignored. All metadata of a call may have up to {max_bytes} KiB (`--max-metadata-bytes`).
+Parameters that the messages lack are sent as call metadata; they apply to all inputs of the call. In every method, an
+unknown `tgis-*` key, a duplicate key or an invalid value causes INVALID_ARGUMENT, and the error message names the key.
+Other keys are ignored. The metadata of a call may take up to {max_bytes} KiB in total (`--max-metadata-bytes`).
 
 """
-SHARED_NAMES = "OpenAI's and LMI's APIs have {names} as JSON fields of these names, and `tgis client` as options: {options}."
+SHARED_NAMES = "In OpenAI's and LMI's APIs, {names} are JSON fields; in `tgis client`, they are options: {options}."
 SAMPLING = """\
-Logits are changed in this order ([step 7](how-it-works.md#a-request-in-eight-steps)): grammar mask, logit bias, watermark,
-`min_new_tokens`, length penalty, repetition penalty, presence and frequency penalties, temperature, `top_k`, `top_p`,
-min_p, `typical_p`. Details of generated tokens are computed from the logits after all of these steps.
+Logits are changed in this order ([step 7](how-it-works.md#a-request-in-eight-steps)): grammar mask, logit bias,
+watermark, `min_new_tokens`, length penalty, repetition penalty, presence and frequency penalties, temperature, `top_k`,
+`top_p`, min_p, `typical_p`. Token details of generated tokens are computed from the logits after all of these steps.
 
-Token ids must be below the size of the model's vocabulary. The ids that `Tokenize` returns under `tgis-tokens: ids`, sent as
-input, give the same answer as the text, and `input_text` returns them unchanged. Truncation keeps the last ids and adds none
-in front. A cache salt is never logged or returned, and no salt lets a call share the cache of another
-[tenant](tls.md#tenants).
+Token ids must be smaller than the vocabulary size of the model. If a client sends the ids that `Tokenize` returns with
+`tgis-tokens: ids` as input, the answer is the same as for the text, and `input_text` returns the ids unchanged.
+Truncation keeps the last ids and adds none in front. A cache salt is never logged or returned, and no salt gives a call
+access to the cache of another [tenant](tls.md#tenants).
 
 ```python
 stub.Generate(request, metadata=[("tgis-logit-bias", "17:-100,42:1.5"), ("tgis-tokens", "ids")])
@@ -72,8 +72,8 @@ stub.Generate(request, metadata=[("tgis-logit-bias", "17:-100,42:1.5"), ("tgis-t
 TRAILING = """\
 ## Trailing metadata
 
-A successful `Generate` or `GenerateStream` ends with this metadata. Times are those of the slowest input since it was
-accepted, in milliseconds with three decimals; numbers of tokens are sums over the inputs.
+A successful `Generate` or `GenerateStream` call ends with this metadata. Times are measured from the acceptance of the
+slowest input, in milliseconds with three decimals. Token counts are sums over the inputs.
 
 """
 NOTES = {
