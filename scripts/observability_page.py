@@ -13,16 +13,16 @@ RULES = Path(__file__).resolve().parent.parent / "deployment" / "monitoring" / "
 INTRODUCTION = """\
 # Observability
 
-This page describes what a running service reports: metrics, logs, traces, a terminal view, a dashboard and alerts. None of
-them contains text of a request.
+This page describes what a running service reports: metrics, logs, traces, a terminal view, a dashboard and alerts. None
+of them contains the text of a request.
 
 | | where | what |
 |---|---|---|
-| metrics | `GET /metrics` on the HTTP port, 3000 | [every series](metrics.md), under TGIS's names; with `--metrics-alias vllm` also under [vLLM's](metrics.md#under-vllms-names) |
-| health | `/health`, `/live`, gRPC's health service | ready to serve; alive ([reliability](reliability.md)) |
-| logs | stderr; [`--json-output`](#logs) for machines | one line for every input, with its ids, counts, times and result |
-| traces | `--otlp-endpoint` | one span for every call |
-| terminal | `tgis top` | the metrics of one instance, each second |
+| metrics | `GET /metrics` on the HTTP port, 3000 | [every series](metrics.md), under TGIS's names; with `--metrics-alias vllm`, also under [vLLM's](metrics.md#under-vllms-names) |
+| health | `/health`, `/live`, gRPC's health service | whether the service is ready, whether it is alive ([reliability](reliability.md)) |
+| logs | stderr; [`--json-output`](#logs) for machines | one line per input, with its ids, counts, times and result |
+| traces | `--otlp-endpoint` | one span per call |
+| terminal | `tgis top` | the metrics of one instance, updated every second |
 | dashboard | `deployment/monitoring/dashboard.json` | for Grafana; import it and choose a Prometheus |
 | rules | `deployment/monitoring/rules.yaml` | recorded series and alerts, for Prometheus |
 
@@ -35,27 +35,29 @@ With `--json-output` every line of the launcher and its child processes is one J
  "message": "rank 0 of 2 serves /model on /tmp/text-generation-x/shard-0", "process": "shard", "rank": 0}
 ```
 
-- `process` is `launcher`, `router`, `shard` or, while a tokenizer is converted, `tokenizer`; with several
-  [router workers](router-workers.md) also `engine`, and lines of a worker have its number as `worker`. Lines of shards have their
-  `rank`; with several nodes all lines have the `node`.
-- A line that a library prints becomes the `message` of an object whose `logger` is `output`, so one crash may give
-  several objects. Its level is read from the line, or is WARNING if the line has none. A line that is already a JSON
+- `process` is `launcher`, `router`, `shard` or, while a tokenizer is converted, `tokenizer`. With several [router
+  workers](router-workers.md), it can also be `engine`, and a worker's lines have its number in `worker`. A shard's
+  lines have its `rank`. With several nodes, all lines have the `node`.
+- A line that a library prints becomes the `message` of an object whose `logger` is `output`, so one crash may produce
+  several objects. The level is read from the line; it is WARNING if the line has none. A line that is already a JSON
   object keeps its fields and gets the missing ones. Bytes that are not UTF-8 are replaced, and lines longer than 1 MiB
   are split into several objects.
-- A line of an input has the fields `request_id`, `correlation_id`, `input_bytes`, `params`, `input_tokens`,
+- The line of an input has the fields `request_id`, `correlation_id`, `input_bytes`, `params`, `input_tokens`,
   `output_tokens`, `stop_reason` and times in milliseconds (`queue_time_ms`, `total_time_ms` and others). It also has
-  `cached_tokens`, the input tokens that the prefix cache had, if the input finished; `tenant`, if a certificate or a token
-  names the caller; `prefix_id`, `adapter_id` and `seed`, if there are any. `params` counts
-  biases and stop token ids and gives the size of a cache salt, not their values.
-- A line of a call over HTTP has `api` (`openai`, `tgi` or `lmi`), `method` (`Completion`, `ChatCompletion`, `Generate`,
-  `Invocation` and so on) and `model`, the requested name. Its `correlation_id` is the request's id if the client sends no `x-correlation-id`. A request that is
-  refused for its JSON or its token, before the service accepts it, has one line, `POST /v1/completions is refused with 400`,
-  with `code` and the invalid `parameter`. Probes and scrapes have none.
-- An uncaught Python exception is one object, with its lines in `traceback`.
+  `cached_tokens`, the number of input tokens found in the prefix cache, if the input finished; `tenant`, if a
+  certificate or a token names the caller; and `prefix_id`, `adapter_id` and `seed`, if they are set. `params` contains
+  the number of biases and stop token ids and the size of a cache salt, not their values.
+- The line of a call over HTTP has `api` (`openai`, `tgi` or `lmi`), `method` (`Completion`, `ChatCompletion`,
+  `Generate`, `Invocation` and so on) and `model`, the requested name. Its `correlation_id` is the request's id if the
+  client sends no `x-correlation-id`. A request that is refused for its JSON or its token, before the service accepts
+  it, is logged in one line, `POST /v1/completions is refused with 400`, with `code` and the invalid `parameter`. Probes
+  and scrapes are not logged.
+- An uncaught Python exception is one object, with the stack trace in `traceback`.
 - Lines that a client without a token can cause are limited to one of each kind per second; `tgi_request_failure` counts
   all events. A traceback from the same place is logged once a minute, with its last 20 frames. The next line has the
-  number of omitted lines, `omitted`.
-- A start that fails ends with level CRITICAL and the message `error: …`; the termination log has the reason as text.
+  number of omitted lines in `omitted`.
+- If the start fails, the last line has level CRITICAL and the message `error: …`; the termination log has the reason as
+  text.
 
 ## In a terminal
 
@@ -69,35 +71,37 @@ tgis top --once --interval 5                          # one frame of plain text;
 ![tgis top](pictures/top.png)
 
 Without `--target` and `--port` (or the variable `PORT`), it watches the service that this user has launched on this
-machine, on any port, otherwise port 3000. It reads only `/metrics`. Rates, means and quantiles are those of the last `--window` seconds (10), between two scrapes.
-Quantiles are interpolated as by Prometheus' `histogram_quantile`, evenly within a bucket; each bucket ends at 1.5 times
-the end of the one before. `generated` counts tokens as they are generated, also of unfinished inputs; `of prompts`
-counts computed tokens, without those from the cache. `steps` shows the time of a step, the shards' part of it, and
-the router's work after it. While the service does not answer, one line says so; a restarted service
-begins a new window. In a pipe the frames are plain text.
+machine, on any port. If there is none, it watches port 3000. It reads only `/metrics`. Rates, means and quantiles cover
+the last `--window` seconds (10), between two scrapes. Quantiles are interpolated linearly within a bucket, as
+Prometheus' `histogram_quantile` does; the upper bound of each bucket is 1.5 times that of the previous one. `generated`
+counts tokens as they are generated, including those of unfinished inputs; `of prompts` counts computed tokens, without
+those from the cache. `steps` shows the time of a step, the time that the shards take for it, and the router's work
+after it. While the service does not answer, one line says so. A restart of the service begins a new window. When the
+output is a pipe, the frames are plain text.
 
 ## Dashboard
 
 ![the dashboard's queries](pictures/dashboard.png)
 
 `scripts/dashboard.py` generates the dashboard. Its variables are `namespace`, `pod` and `instance`, labels that the
-scrape configuration adds; if one of them is missing, All shows everything. `make deploy-check` runs each of its queries
-on a real Prometheus that scrapes a real service. These pictures were made by `make screenshots`, without Grafana.
+scrape configuration adds. If a label is missing, the choice All shows everything. `make deploy-check` runs each of its
+queries on a real Prometheus that scrapes a real service. `make screenshots` made the pictures of this page, without
+Grafana.
 
 ## Traces
 
 Traces need `--otlp-endpoint http://collector:4317` and `pip install '.[otel]'`. Spans are named
-`fmaas.GenerationService/Generate`, or `POST /v1/chat/completions` over HTTP, whose attributes are those of HTTP servers
-(`http.route`, `http.response.status_code`), and continue the caller's `traceparent`. They carry model, tenant, parameters, token
-counts (`gen_ai.usage.cache_read.input_tokens` counts those from the prefix cache), finish reasons, and the times in the
-queue, to the first token and of computation, but no text and no cache salt. With several
-[router workers](router-workers.md) the resource attribute `service.instance.id` is `router-worker-N`. A slow or dead collector does not delay
-calls. `deployment/monitoring/opentelemetry` has the configuration of a collector for traces and metrics, and a kustomize
-component with the variables that send traces there.
+`fmaas.GenerationService/Generate`, or `POST /v1/chat/completions` over HTTP; HTTP spans have the attributes of HTTP
+servers (`http.route`, `http.response.status_code`). Spans continue the caller's `traceparent`. They contain model,
+tenant, parameters, token counts (`gen_ai.usage.cache_read.input_tokens` counts those from the prefix cache), finish
+reasons, and the times in the queue, to the first token and of computation, but no text and no cache salt. With several
+[router workers](router-workers.md) the resource attribute `service.instance.id` is `router-worker-N`. A slow or dead
+collector does not delay calls. `deployment/monitoring/opentelemetry` has the configuration of a collector for traces
+and metrics, and a kustomize component that sets the variables for sending traces to it.
 
 ## Recorded series
 
-| series | what it is |
+| series | meaning |
 |---|---|
 """
 
@@ -108,17 +112,17 @@ RECORDED = {
     "tgis:time_to_first_token_seconds:p99_5m": "99th percentile of the time to the first token",
     "tgis:inter_token_seconds:p99_5m": "99th percentile of the time between two tokens",
     "tgis:queue_seconds:p95_5m": "95th percentile of the time in the queue",
-    "tgis:prefix_hits:ratio5m": "Fraction of prompt tokens that the prefix cache had",
-    "tgis:demand:ratio": "Live inputs over the concurrency limit, for autoscaling",
+    "tgis:prefix_hits:ratio5m": "Fraction of prompt tokens found in the prefix cache",
+    "tgis:demand:ratio": "Live inputs divided by the concurrency limit, for autoscaling",
 }
 
 ALERTS = """
-Each series is the sum over the replicas of a service, by `namespace` and `job`.
+Each series is aggregated over the replicas of a service, by `namespace` and `job`.
 
 ## Alerts
 
-`promtool test rules deployment/monitoring/rules_test.yaml` tests each alert, firing and silent. Set the thresholds of
-latencies (`TgisSlowFirstToken`, `TgisSlowTokens`) to what your service promises.
+`promtool test rules deployment/monitoring/rules_test.yaml` tests that each alert fires when it should and is silent
+otherwise. Set the latency thresholds (`TgisSlowFirstToken`, `TgisSlowTokens`) to the objectives of your service.
 """
 
 
