@@ -11,14 +11,15 @@ INTRODUCTION = """\
 # Coming from Text Generation Inference
 
 This page lists what changes for clients and operators of Hugging Face TGI. Clients need no change: [TGI's API](../tgi.md)
-has the same routes, fields, error texts and statuses. Command lines and variables can stay too:
+has the same routes, fields, error texts and statuses. Command lines and variables need no change either:
 
 ```shell
 text-generation-launcher --compat tgi --model-id org/model --max-total-tokens 4096 --port 3000
 ```
 
-`--compat tgi` (`COMPAT=tgi`) reads TGI's flags and variables beside ours. In a pod that ran TGI, change the image and set
-`COMPAT=tgi`. Without it, a flag that only TGI has is a usage error that says so, and TGI's variables are ignored.
+With `--compat tgi` (`COMPAT=tgi`) the launcher reads TGI's flags and variables beside ours. In a pod that ran TGI, change
+the image and set `COMPAT=tgi`. Without it, a flag that only TGI has is reported as such in a usage error, and TGI's
+variables are ignored.
 
 ## What is different at once
 
@@ -27,16 +28,16 @@ Under `--compat tgi`, options that are not given have TGI's values:
 Everything else keeps the defaults of this service:
 
 - There is no default model: a start without `--model-id` is a usage error.
-- There is one shard, which a log line reports; TGI takes all visible GPUs. `--num-shard` sets the number, and
-  `--sharded true` takes all visible GPUs, at least two.
-- gRPC is served too, on port 8033: `--grpc-port` moves it. `-g` must be written out.
-- After SIGTERM requests get 90 s to finish, as in TGI: a pod's `terminationGracePeriodSeconds` must be longer than that, or
-  `--graceful-termination-timeout` less.
+- By default there is one shard, and a log line reports it; TGI uses all visible GPUs. `--num-shard` sets the number of
+  shards, and `--sharded true` uses all visible GPUs, at least two.
+- gRPC is served too, on port 8033; `--grpc-port` changes the port. `-g` is ambiguous: use the long flag.
+- After SIGTERM, requests have 90 s to finish, as in TGI. A pod's `terminationGracePeriodSeconds` must be longer, or
+  `--graceful-termination-timeout` shorter.
 - Browsers may call the API from other origins only if `--cors-allow-origin` names them, once for each; TGI allows all.
-- Keys are compared exactly, and are required for every route except the probes and `/metrics`, and for gRPC. Prefer keys in
-  a file (`--auth-tokens-path`), which may change while the service runs: other processes can read a command line.
+- Keys are compared exactly, and are required for every route except the probes and `/metrics`, and for gRPC. Prefer keys
+  in a file (`--auth-tokens-path`), which may change while the service runs; other processes can read a command line.
 - `--hostname` must be an address or a name that can be resolved; TGI listens on all addresses if it is neither.
-- `--lora-adapters` may have a revision only after a hub id. A request for an unknown adapter is refused; TGI answers
+- `--lora-adapters` accepts a revision only after a hub id. A request for an unknown adapter is refused; TGI answers it
   without the adapter.
 - `--rope-scaling linear` scales positions. It had no effect in TGI's last version.
 - `--cuda-memory-fraction` is the fraction of a GPU that the service may use, without a further deduction.
@@ -44,28 +45,28 @@ Everything else keeps the defaults of this service:
 
 ## Limits of tokens
 
-| limit | TGI, if it is not given | here |
+| limit | TGI's default | here |
 | --- | --- | --- |
-| `--max-total-tokens` | the minimum of the cache, the tokenizer's limit and the model's | the model's; a cache that cannot hold one request of that length ends the start |
-| `--max-input-tokens` | one less than `--max-total-tokens` | the same; a larger one ends the start |
-| `--max-batch-prefill-tokens` | computed from the GPU's and the model's figures, else 4096 | `--max-step-tokens`, 2048: tokens of prompts and of running requests that one step computes |
-| `--max-batch-total-tokens` | measured by a request at the start; a value that is given has no effect on most models | measured by the largest step at the start; a value that is given is an upper bound |
+| `--max-total-tokens` | the minimum of the cache size, the tokenizer's limit and the model's limit | the model's limit; startup fails if the cache cannot hold one request of that length |
+| `--max-input-tokens` | one less than `--max-total-tokens` | the same; startup fails with a larger value |
+| `--max-batch-prefill-tokens` | computed from the GPU's and the model's figures, else 4096 | `--max-step-tokens`, 2048: the number of tokens, of prompts and of running requests, that one step computes |
+| `--max-batch-total-tokens` | measured with a request at startup; an explicit value has no effect on most models | measured with the largest step at startup; an explicit value is an upper bound |
 
-A request may have any number of new tokens that fit after its input. TGI counts at most 1,024 of them in this check, and
+A request may have as many new tokens as fit after its input. TGI counts at most 1,024 of them in this check, and
 continues longer texts in slices.
 
 ## Models of the hub
 
-`--model-id org/model` that is neither a directory nor in the hub cache is downloaded before anything else is started, and
-so are ids in `--lora-adapters` and `--tokenizer-name`. The log shows the progress; an interrupted download resumes at the
-next start. `HF_TOKEN` and `HF_ENDPOINT` are read for it and reach only the process that downloads. Nothing
-is downloaded with `HF_HUB_OFFLINE=1`, or without `--compat`. `--trust-remote-code` with a model that is to be
-downloaded needs `--revision`. There are no probes while files are downloaded: give a startup probe enough time, or download
-before with `text-generation-server download-weights org/model`.
+If `--model-id org/model` is neither a directory nor in the hub cache, the launcher downloads it before it starts anything
+else. The same applies to ids in `--lora-adapters` and `--tokenizer-name`. The log shows the progress, and an interrupted
+download resumes at the next start. Only the download process receives `HF_TOKEN` and `HF_ENDPOINT`. Nothing is downloaded
+with `HF_HUB_OFFLINE=1`, or without `--compat`. If the model is to be downloaded, `--trust-remote-code` needs
+`--revision`. Probes are not answered during the download: give the startup probe enough time, or download the model
+first with `text-generation-server download-weights org/model`.
 
-`--weights-cache-override DIRECTORY` reads the whole model from the directory, not its weights only; `--model-id` is then
-its name for clients. `--tokenizer-config-path` counts before the model's `chat_template.json` too, and `--chat-template`
-before both; the log says which template is used.
+With `--weights-cache-override DIRECTORY` the whole model, not only its weights, is read from the directory, and
+`--model-id` is its name for clients. `--tokenizer-config-path` also takes precedence over the model's
+`chat_template.json`, and `--chat-template` over both. The log reports which template is used.
 
 ## Flags
 
@@ -94,8 +95,8 @@ SHARED = """\
 CLIENTS = """\
 ## Over gRPC
 
-The same service also serves gRPC, with batches, deadlines, soft prompts and trailing metadata; using it is optional. The
-[gRPC API](../wire.md) has the messages, and the [quickstart](../quickstart.md) a client in Python.
+The service also offers gRPC, with batches, deadlines, soft prompts and trailing metadata. Its use is optional. The
+[gRPC API](../wire.md) describes the messages, and the [quickstart](../quickstart.md) has a client in Python.
 
 | over HTTP | over gRPC |
 | --- | --- |
@@ -108,33 +109,34 @@ The same service also serves gRPC, with batches, deadlines, soft prompts and tra
 | in `parameters` | over gRPC |
 | --- | --- |
 | `do_sample` | `method`: GREEDY (the default) or SAMPLE |
-| `temperature`, `top_k`, `top_p`, `typical_p`, `seed` | `sampling`, with the same names; `top_p` 1 is allowed, a temperature below 0.05 is not, 0 is greedy |
-| `max_new_tokens` | `stopping.max_new_tokens`; absent it is 20, not all that fits |
-| `stop` | `stopping.stop_sequences`, at most six of 240 bytes; `include_stop_sequence` says whether the text stays |
-| `truncate` | `truncate_input_tokens`; keeps the last ones too |
+| `temperature`, `top_k`, `top_p`, `typical_p`, `seed` | `sampling`, with the same names; `top_p` 1 is allowed; a temperature of 0 means greedy, and other values below 0.05 are refused |
+| `max_new_tokens` | `stopping.max_new_tokens`; the default is 20, not as many as fit |
+| `stop` | `stopping.stop_sequences`, at most six of 240 bytes each; `include_stop_sequence` sets whether the answer includes the stop sequence |
+| `truncate` | `truncate_input_tokens`; also keeps the last tokens |
 | `repetition_penalty` | `decoding.repetition_penalty` |
 | `frequency_penalty` | the metadata `tgis-frequency-penalty`, as OpenAI defines it: it counts generated tokens only |
 | `grammar` | `decoding.json_schema` or `decoding.regex`; also `choice`, `grammar` and any JSON |
-| `details`, `decoder_input_details` | `response.generated_tokens`, `response.input_tokens`, with `token_logprobs` and `token_ranks`; also of streams |
+| `details`, `decoder_input_details` | `response.generated_tokens`, `response.input_tokens`, with `token_logprobs` and `token_ranks`; also in streams |
 | `top_n_tokens` | `response.top_n_tokens` |
 | `return_full_text` | `response.input_text` |
 | `adapter_id` | `adapter_id`; an unknown one is refused |
 | `watermark` | the metadata `tgis-watermark: true` |
-| `best_of` | none; only over HTTP |
+| `best_of` | only available over HTTP |
 
-The frequency penalty is OpenAI's, so values that were chosen for TGI have another effect: TGI subtracts the penalty times
-the token's fraction of input and output, OpenAI the penalty times the number of its occurrences in the output.
+The frequency penalty is OpenAI's, so values chosen for TGI have a different effect. TGI subtracts the penalty times the
+token's fraction of input and output; OpenAI subtracts the penalty times the number of its occurrences in the output.
 
 | status over HTTP | over gRPC |
 | --- | --- |
 | 422, `validation` | INVALID_ARGUMENT |
-| 429, `overloaded` | RESOURCE_EXHAUSTED, `Model is overloaded`, with the time to retry |
-| 424, `generation` | INTERNAL, with an id; the log has the cause under it |
+| 429, `overloaded` | RESOURCE_EXHAUSTED, `Model is overloaded`, with a retry delay |
+| 424, `generation` | INTERNAL, with an id; the log has the cause under this id |
 | `finish_reason` `length`, `eos_token`, `stop_sequence` | `stop_reason` MAX_TOKENS or TOKEN_LIMIT, EOS_TOKEN, STOP_SEQUENCE |
 
 ## Metrics
 
-Both servers use names that begin with `tgi_`, but different ones. Those here are TGIS's ([metrics](../metrics.md)):
+Metric names of both servers begin with `tgi_`, but they differ. This service uses TGIS's names
+([metrics](../metrics.md)):
 
 | TGI | here |
 | --- | --- |

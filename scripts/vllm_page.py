@@ -11,19 +11,21 @@ INTRODUCTION = """\
 # Coming from vLLM
 
 This page lists what changes for clients and operators of vLLM's server. Clients need no change:
-[OpenAI's API](../openai.md) has vLLM's routes and fields, and lists the fields that are refused. Command lines can stay too:
+[OpenAI's API](../openai.md) has vLLM's routes and fields, and its page lists the fields that are refused. Command lines
+need no change either:
 
 ```shell
 text-generation-launcher org/model --compat vllm --tensor-parallel-size 2 --max-model-len 8K
 ```
 
-`--compat vllm` (`COMPAT=vllm`) reads the flags and variables below beside ours. In a pod that ran `vllm serve`, change
-the image and set `COMPAT=vllm`; the arguments stay. Without `--compat`, a flag that only vLLM has is a usage error that
-says so. A flag that is in no table is a usage error too: nothing is ignored silently.
+With `--compat vllm` (`COMPAT=vllm`) the launcher reads the flags and variables below beside ours. In a pod that ran
+`vllm serve`, change the image and set `COMPAT=vllm`, and keep the arguments. Without `--compat`, a flag that only vLLM
+has is reported as such in a usage error. A flag that is in no table is a usage error too; nothing is ignored silently.
 
-As in vLLM, flags may have underscores instead of hyphens, the model may be the word before all flags, switches may
-have a value or `no` (`--no-trust-remote-code`), and several words may follow `--served-model-name` and
-`--lora-modules`. `vllm serve`'s YAML file (`--config`) and flags with dots (`--speculative-config.method`) are not read.
+As in vLLM, flags may have underscores instead of hyphens, the model may be an argument before all flags, switches may
+have a value or the prefix `no` (`--no-trust-remote-code`), and several values may follow `--served-model-name` and
+`--lora-modules`. The YAML file of `vllm serve` (`--config`) and flags with dots (`--speculative-config.method`) are not
+read.
 
 ## What is different at once
 
@@ -31,40 +33,42 @@ Under `--compat vllm`, options that are not given have vLLM's values:
 {defaults}.
 Everything else keeps the defaults of this service:
 
-- There is no default model: a start without one is a usage error.
+- There is no default model: a start without a model is a usage error.
 - A model that is neither a directory nor in the hub cache is downloaded before anything else is started, as
-  [from TGI](tgi.md#models-of-the-hub); `HF_HUB_OFFLINE=1` forbids it.
-- A model in a folder is named after the folder, without its path. If your clients send the whole path, as vLLM expects,
+  [for TGI](tgi.md#models-of-the-hub). `HF_HUB_OFFLINE=1` disables downloads.
+- A model in a folder has the folder's name, without its path. If your clients send the whole path, as vLLM expects,
   set `--served-model-name`.
-- Probes may stay (`/health` on the same port); `health-probe` needs `--port 8000`.
-- gRPC is served too, on port 8033: `--grpc-port` moves it.
-- `--max-concurrent-requests`, 512, limits running and waiting requests; further ones get 429, while vLLM's queue is unlimited.
+- Probes need no change (`/health` on the same port); `health-probe` needs `--port 8000`.
+- gRPC is served too, on port 8033; `--grpc-port` changes the port.
+- `--max-concurrent-requests`, 512, limits the number of running and waiting requests; further requests get 429. vLLM's
+  queue is unlimited.
 - A request without a seed gets a random one. Other sampling fields that a request does not set have the values
   of the model's `generation_config.json`, as in vLLM, but its `max_new_tokens` is not read, and `"do_sample": false` in it
   means temperature 0.
 - Browsers may call the API from other origins only if `--allowed-origins` names them; vLLM allows all.
-- Keys are required for every route except `/health`, `/live` and `/metrics`, and for gRPC; in vLLM for `/v1` only. Prefer
-  keys in a file (`--auth-tokens-path`), which may change while the service runs: other processes can read a command
-  line.
-- Without `--gpu-memory-utilization` the cache takes all memory that remains after the model, not 0.9 of it.
+- Keys are required for gRPC and for every route except `/health`, `/live` and `/metrics`; vLLM requires them for `/v1`
+  only. Prefer keys in a file (`--auth-tokens-path`), which may change while the service runs; other processes can read a
+  command line.
+- Without `--gpu-memory-utilization` the cache uses all memory that remains after the model, not 0.9 of it.
 - Metrics have [this service's names](../metrics.md), and [vLLM's](../metrics.md#under-vllms-names) too.
 
 ## Adapters
 
 | vLLM | here |
 | --- | --- |
-| `--enable-lora`, `--max-loras`, `--max-lora-rank` | not needed: any number and rank, in one batch, in the memory of `--adapter-cache-size-mb` |
+| `--enable-lora`, `--max-loras`, `--max-lora-rank` | not needed: a batch may have adapters of any number and rank that fit into `--adapter-cache-size-mb` |
 | `--lora-modules sql=/adapters/sql` | loaded at the start, never evicted, `model="sql"` |
 | `VLLM_ALLOW_RUNTIME_LORA_UPDATING=true` | `--runtime-adapters` |
 | `POST /v1/load_lora_adapter`, `POST /v1/unload_lora_adapter` | the same, with a token; `lora_path` is an adapter's id, or its folder below `--adapter-cache` or `--prefix-store-path` |
-| `VLLM_PLUGINS=lora_filesystem_resolver`, `VLLM_LORA_RESOLVER_CACHE_DIR` | `--adapter-cache`; every adapter in it can be named by its id without being loaded first |
+| `VLLM_PLUGINS=lora_filesystem_resolver`, `VLLM_LORA_RESOLVER_CACHE_DIR` | `--adapter-cache`; requests can name every adapter in it by its id, without loading it first |
 
-Other paths are refused, so that a client cannot make the service read other folders. A hub id is refused too, so that
+Other paths are refused, so that clients cannot make the service read other folders. Hub ids are refused too, so that
 clients cannot make the service download anything. [Names at run time](../openai.md#names-at-run-time) has the rules.
 
 ## Flags and variables
 
-vLLM reads no variables named after its flags, so none are read here; the service's [own](../configuration.md) are.
+vLLM reads no variables named after its flags, so this service does not read them either. It reads its
+[own variables](../configuration.md).
 
 """
 WITHOUT = """\
@@ -83,8 +87,9 @@ SHARED = """\
 `--port`, `--revision`, `--dtype`, `--kv-cache-dtype`, `--device`, `--served-model-name`, `--trust-remote-code`,
 `--block-size`, `--chat-template`, `--tool-call-parser`, `--reasoning-parser`, `--nnodes`, `--node-rank`, `--master-addr`,
 `--master-port`, `--headless`, `--generation-config` and `--override-generation-config` have the meaning of this service's options.
-`--dtype` also takes `auto`, `half` and `float`; `--generation-config vllm` is `none`; `--override-generation-config` takes no `max_new_tokens`;
-`--chat-template` is a file and not a template in one line; for several machines, links need certificates ([Deployment](../deployment.md)).
+`--dtype` also accepts `auto`, `half` and `float`. `--generation-config vllm` means `none`. `--override-generation-config`
+does not accept `max_new_tokens`. `--chat-template` must be a file, not a template in one line. With several machines,
+links need certificates ([Deployment](../deployment.md)).
 """
 
 
