@@ -15,15 +15,16 @@ INNER = ("tgis/net/framing.py",)
 INTRODUCTION = """\
 # Troubleshooting
 
-This page explains the messages of the service and what to do about them, in their exact words; braces stand for values. A
-refused start or a failed command prints one line, `error: …`, to stderr and the termination log; the exit status is 1, or 2
-for an invalid option. With `--json-output` that line is the message of an object. Every other line is in the log. `tgis env` prints versions,
-machine and settings for a report. Alerts are explained in [Observability](observability.md#alerts).
+This page lists the messages of the service in their exact words, and explains what they mean and what to do about them.
+Braces stand for values. If the start or a command fails, one line, `error: …`, is printed to stderr and written to the
+termination log; the exit status is 1, or 2 for an invalid option. With `--json-output` that line is the message of a
+JSON object. Every other line is in the log. For a report, `tgis env` prints the versions, the machine and the settings.
+[Observability](observability.md#alerts) explains the alerts.
 """
 STATUSES = """\
 ## Statuses
 
-| status | when, and what to do |
+| status | meaning and remedy |
 |---|---|
 """
 OTHERS = """\
@@ -33,11 +34,11 @@ These messages explain themselves.
 """
 GROUPS = (
     (
-        "At the start, and of commands",
+        "At the start and from commands",
         "raised",
         ("tgis/router/", "tgis/prompts/", "tgis/sampling_parameters.py"),
     ),
-    ("Of requests, soft prompts and adapters", "raised", ()),
+    ("About requests, soft prompts and adapters", "raised", ()),
     ("In the log", "logged", ()),
 )
 
@@ -50,7 +51,7 @@ def render() -> str:
     for section in explained["section"]:
         rows = [_row(begin, text, messages, listed) for begin, text in section["messages"].items()]
         parts.append(
-            f"## {section['title']}\n\n| message | what it means, what to do |\n|---|---|\n" + "".join(rows)
+            f"## {section['title']}\n\n| message | meaning and remedy |\n|---|---|\n" + "".join(rows)
         )
     rest = [one for one in messages if one.kind != "other" and one.key not in listed]
     return "\n".join([*parts, OTHERS, *_others(rest)])
