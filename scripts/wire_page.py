@@ -54,7 +54,9 @@ unknown `tgis-*` key, a duplicate key or an invalid value causes INVALID_ARGUMEN
 Other keys are ignored. The metadata of a call may take up to {max_bytes} KiB in total (`--max-metadata-bytes`).
 
 """
-SHARED_NAMES = "In OpenAI's and LMI's APIs, {names} are JSON fields; in `tgis client`, they are options: {options}."
+SHARED_NAMES = (
+    "In OpenAI's and LMI's APIs, {names} are JSON fields; in `tgis client`, they are options: {options}."
+)
 SAMPLING = """\
 Logits are changed in this order ([step 7](how-it-works.md#a-request-in-eight-steps)): grammar mask, logit bias,
 watermark, `min_new_tokens`, length penalty, repetition penalty, presence and frequency penalties, temperature, `top_k`,
