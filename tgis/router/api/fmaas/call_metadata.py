@@ -119,7 +119,8 @@ KEYS: Mapping[str, MetadataKey] = {
         str.encode,
         _size,
         f"1 to {MAX_CACHE_SALT_BYTES} characters of printable ASCII",
-        "only calls with the same salt share cached prompts, so that nobody else can time what was asked",
+        "only calls with the same salt share cached prompts, so that other clients cannot detect prompts by "
+        "timing",
     ),
     "tgis-cache-salt-bin": MetadataKey(
         "cache_salt",
