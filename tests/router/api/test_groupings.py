@@ -41,7 +41,7 @@ STOPS: tuple[list[str], ...] = ([], ["e"], [" a", "the ", "xyz"])
 
 
 def splits(seed: int) -> list[Split]:
-    return [all_at_once, *(at_random(random.Random(10 * seed + number)) for number in range(2))]
+    return [all_at_once, *(at_random(random.Random(10 * seed + number)) for number in range(4))]
 
 
 @pytest.mark.parametrize("with_details", [True, False])

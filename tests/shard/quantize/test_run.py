@@ -240,12 +240,21 @@ def test_settings_and_copied_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"bits": 3}, {"bits": 2, "act_order": True}, {"bits": 8, "sym": False}, {"group_size": -1}],
+    ("options", "limit"),
+    [
+        ({}, 0.8),
+        ({"bits": 3}, 0.8),
+        ({"bits": 2, "act_order": True}, 0.8),
+        ({"bits": 8, "sym": False}, 0.8),
+        ({"group_size": -1}, 0.85),
+    ],
     ids=str,
 )
-def test_errors_are_smaller_than_by_rounding_to_nearest(options: dict[str, Any], tmp_path: Path) -> None:
-    """Inputs are correlated, because the text has few words."""
+def test_errors_are_smaller_than_by_rounding_to_nearest(
+    options: dict[str, Any], limit: float, tmp_path: Path
+) -> None:
+    """Inputs are correlated, because the text has few words. Rounding to nearest searches scales too, which
+    helps it most in groups of whole rows."""
     model, output = tmp_path / "model", tmp_path / "output"
     config = transformers.LlamaConfig(**{**SMALL, "hidden_size": 64, "intermediate_size": 96})
     text = write(model, config, draw_ids(600, 3, 40))
@@ -255,7 +264,7 @@ def test_errors_are_smaller_than_by_rounding_to_nearest(options: dict[str, Any],
     assert len(rows) == 8
     for layer in ("0", "1"):
         ours, nearest = (sum(float(row[i]) for row in rows if row[0] == layer) for i in (2, 3))
-        assert 0 < ours < 0.85 * nearest
+        assert 0 < ours < limit * nearest
 
 
 @pytest.mark.slow
