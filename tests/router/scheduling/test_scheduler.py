@@ -422,6 +422,7 @@ def test_outcomes_never_depend_on_scheduling(batch: int) -> None:
         Workload(seed).run()
 
 
+@pytest.mark.slow
 def test_the_workloads_reach_every_case() -> None:
     """Check that the random workloads reach every case."""
     met: Counter[str] = Counter()
