@@ -75,8 +75,8 @@ class PortOptions:
         group=Group.TLS,
     )
     auth_tokens_path: str | None = option(
-        "File of bearer tokens, one per line, as TOKEN or `tenant NAME TOKEN`; every call must send one of "
-        "them; unset: calls need no token.",
+        "File of bearer tokens, one per line, as TOKEN, `tenant NAME TOKEN` or `operator TOKEN`; every call "
+        "must send one of them; unset: calls need no token.",
         None,
         group=Group.TLS,
     )

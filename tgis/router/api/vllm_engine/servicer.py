@@ -20,7 +20,7 @@ from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.merged_streams import merge
 from tgis.router.api.renamed_parameters import renamed_text
 from tgis.router.api.service import Result
-from tgis.router.api.tenants import tenant_of
+from tgis.router.api.tenants import is_operator, tenant_of
 from tgis.router.api.vllm_engine.cache_feed import CacheFeeds
 from tgis.router.api.vllm_engine.calls import AbortedError, LiveCalls
 from tgis.router.api.vllm_engine.load_records import LoadRecords, RecentLoad, scheduler_load
@@ -138,8 +138,11 @@ class VllmEngineServicer(Servicer):
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         records = LoadRecords(self._parts, self._load)
-        with self._feeds.subscribe(tenant_of(context), request.start_sequence_number) as subscription:
-            while True:
+        tenant = None if is_operator() else tenant_of(context)
+        feed = self._feeds.subscribe(tenant, request.start_sequence_number)
+        # Gateways that subscribe also ask for the health. The stream ends with a drain, which it would delay.
+        with self._parts.watching() as draining, feed as subscription:
+            while not draining.is_set():
                 batch = await subscription.next(records.interval_s)
                 if batch is not None:
                     records.follow(batch)
