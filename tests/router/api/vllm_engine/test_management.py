@@ -11,6 +11,7 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from tests.support.accounts import scrape
 from tests.support.router.engine_api import EngineApi, serve_engine_api
@@ -91,12 +92,15 @@ def test_an_aborted_request_ends(served: EngineApi, stream: bool) -> None:
 
 
 def _aborts(served: EngineApi, message: pb.AbortRequest) -> bool:
-    try:
-        served.stub.Abort(message)
-    except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.NOT_FOUND:
-            raise
-        return False
+    """Send an abort over a new connection, which another router worker may accept."""
+    target = f"127.0.0.1:{served.setup.service.grpc_port}"
+    with grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        try:
+            VllmEngineStub(channel).Abort(message)  # type: ignore[no-untyped-call]
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            return False
     return True
 
 

@@ -28,6 +28,7 @@ from tgis.router.api.vllm_engine.model_facts import find_model, read_model_info
 from tgis.router.api.vllm_engine.requests import NAMES, read_call, read_logprob_counts
 from tgis.router.api.vllm_engine.responses import GenerateWriter
 from tgis.router.api.vllm_engine.tokenizer_files import TokenizerFiles, split
+from tgis.router.engine.handle import CallName
 from tgis.router.errors import RequestError
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall
@@ -44,6 +45,7 @@ class VllmEngineServicer(Servicer):
         self._parts, self._service = parts, parts.service
         self._calls, self._feeds = LiveCalls(), CacheFeeds(self._service.watch_cache)
         self._load = RecentLoad(parts.load)
+        self._service.watch_aborts(self._calls.abort)
         self._default_sampling = read_default_sampling(parts.config)
         self._started_at = time.monotonic()
         self._last_call_at = 0.0
@@ -61,12 +63,13 @@ class VllmEngineServicer(Servicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> Responses:
         self._last_call_at = time.time()
         call = read_call(request, context)
+        name = CallName(call.tenant, call.client_id)
         writer = GenerateWriter(request, read_logprob_counts(request.sampling_params))
         results: list[Result] = []
         responses = self._stream(call, writer, results) if request.stream else self._whole(call, writer)
         try:
             with _own_names():
-                async with aclosing(self._calls.run(call.tenant, request.request_id, responses)) as sent:
+                async with aclosing(self._calls.run(name, responses)) as sent:
                     async for response in sent:
                         yield response
         except AbortedError:
@@ -95,8 +98,9 @@ class VllmEngineServicer(Servicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         tenant = tenant_of(context)
-        aborted = [self._calls.abort(tenant, request_id) for request_id in request.request_ids]
-        if aborted and not any(aborted):
+        names = [CallName(tenant, request_id) for request_id in request.request_ids]
+        aborted = [self._calls.abort(name) or await self._service.abort_elsewhere(name) for name in names]
+        if names and not any(aborted):
             await context.abort(grpc.StatusCode.NOT_FOUND, "request_ids: no such request is generating")
         return pb.AbortResponse()
 
