@@ -41,6 +41,19 @@ class PortOptions:
         "APIs served over gRPC, separated by commas: fmaas, vllm-engine.",
         "fmaas",
     )
+    kv_events_endpoint: str | None = option(
+        "ZMQ address, such as tcp://127.0.0.1:5557, at which changes of the prefix cache are published in "
+        "vLLM's form to everyone who can connect; unset: nowhere.",
+        None,
+    )
+    kv_events_replay_endpoint: str | None = option(
+        "ZMQ address at which subscribers of --kv-events-endpoint ask for batches that they have missed; "
+        "unset: none.",
+        None,
+    )
+    kv_events_topic: str | None = option(
+        "Topic of the batches of --kv-events-endpoint; unset: an empty topic.", None
+    )
     http_api: str | None = option(
         "APIs served over HTTP beside gRPC, separated by commas: openai, tgi, lmi; tgi and lmi include "
         "openai; unset: none.",
