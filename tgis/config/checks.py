@@ -104,6 +104,7 @@ def check(settings: Mapping[str, Setting], http_apis: Sequence[str], grpc_apis: 
     _check_ports(values)
     _check_tls(values)
     _check_grpc_api(values, grpc_apis)
+    _check_kv_events(values)
     _check_http_api(values, http_apis)
     _check_link(values, settings.get("num_shard"))
     _check_graphs(settings.get("cuda_graphs"))
@@ -133,6 +134,12 @@ def _check_grpc_api(values: Mapping[str, Any], grpc_apis: Sequence[str]) -> None
     if not names:
         raise SettingsError(f"grpc_api: it must name at least one of {', '.join(grpc_apis)}")
     _check_names("grpc_api", names, grpc_apis)
+
+
+def _check_kv_events(values: Mapping[str, Any]) -> None:
+    for name in ("kv_events_replay_endpoint", "kv_events_topic"):
+        if values.get(name) and not values.get("kv_events_endpoint"):
+            raise SettingsError(f"{name}: this option needs --kv-events-endpoint")
 
 
 def _check_names(option: str, names: Sequence[str], allowed: Sequence[str]) -> None:

@@ -184,6 +184,7 @@ class _Router:
             self._is_ready,
             adapter_roots=_adapter_roots(config),
             load=partial(read_engine_load, self._metrics, self._engine.gauges),
+            watching=self._health.watching,
         )
 
     def _build_server(self) -> grpc.aio.Server:

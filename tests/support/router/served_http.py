@@ -18,6 +18,7 @@ from tgis.config.processes import RouterConfig
 from tgis.net.http_server import serve_listener
 from tgis.pb import shard_pb2
 from tgis.process.memory_release import MemoryRelease
+from tgis.router.api.grpc.health import Health
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
 from tgis.router.api.http.serving.app import ApiGate, Phase, api_route, starlette_of
@@ -115,6 +116,7 @@ async def open_http(
             is_ready,
             adapter_roots,
             load=partial(read_engine_load, scene.metrics, _no_other_processes),
+            watching=Health().watching,
         )
         apis = [api for api in build_http_apis(parts) if api.is_served]
         gate = ApiGate(apis, config, scene.metrics.request_failure, MemoryRelease())

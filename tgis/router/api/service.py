@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from tgis.router.engine.handle import ClaimId, EngineHandle, EngineInfo, LimitedWork, SequenceSpec
+from tgis.router.engine.handle import CallName, ClaimId, EngineHandle, EngineInfo, LimitedWork, SequenceSpec
 from tgis.router.errors import RequestError
 from tgis.router.events import Ended, Failure, InputTokens, Output
 from tgis.router.requests.accounting import Accounting, CallAccount, Record
@@ -19,7 +19,7 @@ from tgis.router.requests.validation import Validator
 from tgis.router.scheduling.cache_events import CacheListener
 from tgis.router.sequence import Details, StopReason, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
-from tgis.router.text.stop_sequences import TextStream
+from tgis.router.text.stop_sequences import NoText, StopSequences, TextStream
 from tgis.router.text.tokenization import TokenizeJob
 from tgis.router.text.tokenizer import Tokenizer
 
@@ -80,7 +80,7 @@ class _Admitted(NamedTuple):
     account: CallAccount
     claim_id: ClaimId
     specs: list[SequenceSpec]
-    make_text: Callable[[], TextStream]
+    make_text: Callable[[], TextStream | NoText]
     """Creates the sink for the tokens of one text."""
 
 
@@ -153,6 +153,15 @@ class GenerationService:
         """Report changes of the engine's prefix cache to a listener, or to none."""
         self._engine.watch_cache(listener)
 
+    def watch_aborts(self, listener: Callable[[CallName], object]) -> None:
+        """Call `listener` for each call that a client of another router worker aborts."""
+        self._engine.watch_aborts(listener)
+
+    async def abort_elsewhere(self, name: CallName) -> bool:
+        """Abort the calls with a name that other router workers serve. Return False if there are none. Raises
+        UnavailableError."""
+        return await self._engine.abort_elsewhere(name)
+
     def flush_cache(self) -> None:
         """Forget all cached prompts. Running generations are not affected."""
         self._engine.flush_cache()
@@ -195,7 +204,8 @@ class GenerationService:
         """Acquire a call's resources in the engine, validate the call, and release the resources at the
         end."""
         engine, validator = self._engine, self._validator
-        claim_id = await engine.acquire(validator.count_outputs(call))
+        name = CallName(call.tenant, call.client_id) if call.client_id else None
+        claim_id = await engine.acquire(validator.count_outputs(call), name=name)
         self._num_admitted += 1
         self.is_idle.clear()
         try:
@@ -208,13 +218,17 @@ class GenerationService:
             spec = spec._replace(grammar=grammar, adapters=adapters, request_id=request_id)
             specs = await validator.specs(call, spec)
             account.accept(spec.stopping.max_new_tokens, specs)
-            text = partial(TextStream, self.vocabulary_of(call), stops, call.make_stop_scope)
-            yield _Admitted(account, claim_id, specs, text)
+            yield _Admitted(account, claim_id, specs, self._text_maker(call, stops))
         finally:
             engine.release(claim_id)
             self._num_admitted -= 1
             if not self._num_admitted:
                 self.is_idle.set()
+
+    def _text_maker(self, call: GenerationCall, stops: StopSequences) -> Callable[[], TextStream | NoText]:
+        if call.api.returns_texts or stops.texts or self._accounting.log_text_chars:
+            return partial(TextStream, self.vocabulary_of(call), stops, call.make_stop_scope)
+        return NoText
 
     @asynccontextmanager
     async def _outputs(self, admitted: _Admitted, index: int) -> AsyncIterator[Outputs]:
@@ -285,7 +299,7 @@ def _max_tokens(details: Details) -> int:
     )
 
 
-def _last_output(tokens: tuple[TokenDetail, ...], end: Ended, text: TextStream) -> Output:
+def _last_output(tokens: tuple[TokenDetail, ...], end: Ended, text: TextStream | NoText) -> Output:
     """Return the output for the last event and the tokens right before it."""
     token, num_generated, reason, timings, num_cached = end
     if token is None:

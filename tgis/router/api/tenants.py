@@ -1,15 +1,25 @@
-"""Determines the tenant of a call: the name of its token, or the name in its client's certificate."""
+"""Determines the tenant of a call: the name of its token, or the name in its client's certificate. The token
+of an operator has no name."""
 
 import hashlib
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
 MAX_NAME_CHARS = 128
 
-token_tenant: ContextVar[str] = ContextVar("token_tenant", default="")
-"""Name of the current call's token. Each call runs in its own context."""
+
+class TokenHolder(NamedTuple):
+    """Whom the operator gave a bearer token."""
+
+    tenant: str = ""
+    """Name of the tenant; empty if it has none."""
+    is_operator: bool = False
+
+
+token_holder: ContextVar[TokenHolder] = ContextVar("token_holder", default=TokenHolder())  # noqa: B039
+"""Holder of the current call's token. Each call runs in its own context."""
 
 
 def is_name(text: str) -> bool:
@@ -19,7 +29,12 @@ def is_name(text: str) -> bool:
 
 def tenant_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Return the tenant of the current call, or an empty text if it has none."""
-    return token_tenant.get() or _certificate_name(context)
+    return token_holder.get().tenant or _certificate_name(context)
+
+
+def is_operator() -> bool:
+    """Return True if the current call has an operator's token."""
+    return token_holder.get().is_operator
 
 
 def _certificate_name(context: grpc.aio.ServicerContext[Any, Any]) -> str:

@@ -3,7 +3,7 @@ the APIs in the same process a handle for them."""
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Hashable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,6 +13,7 @@ from tgis.router.adapters.names import AdapterNames
 from tgis.router.adapters.registry import AdapterRegistry
 from tgis.router.engine.engine import Engine, lost_adapter
 from tgis.router.engine.handle import (
+    CallName,
     ClaimId,
     EngineInfo,
     LimitedWork,
@@ -201,7 +202,9 @@ class LocalHandle:
     def info(self) -> EngineInfo:
         return self._claims.info()
 
-    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> ClaimId:
+    async def acquire(
+        self, count: int, work: LimitedWork = LimitedWork.GENERATION, name: CallName | None = None
+    ) -> ClaimId:
         claim = self._claims.acquire(count, work)
         claim_id = ClaimId(next(self._numbers))
         self._held[claim_id] = claim
@@ -249,6 +252,12 @@ class LocalHandle:
         self._cache_listener = listener
         if listener is not None:
             recorder.add(listener)
+
+    def watch_aborts(self, listener: Callable[[CallName], object]) -> None:
+        """Do nothing, because there are no other workers."""
+
+    async def abort_elsewhere(self, name: CallName) -> bool:
+        return False
 
     def flush_cache(self) -> None:
         self._claims.flush_cache()

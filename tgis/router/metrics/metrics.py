@@ -249,6 +249,13 @@ class Metrics(SeriesRegistry):
 
     def _declare_state(self) -> None:
         self.queue_size = self._gauge("tgi_queue_size", "Inputs that wait for a place in the batch")
+        self.queue_uncached_tokens = self._gauge(
+            "tgi_queue_uncached_tokens",
+            "Tokens of the waiting inputs that are not cached, estimated from tgi_prefix_cache_hit_ratio",
+        )
+        self.generation_throughput = self._gauge(
+            "tgi_generation_throughput", "Tokens generated per second, over the last ten seconds"
+        )
         self.batch_current_size = self._gauge("tgi_batch_current_size", "Inputs in the batch")
         self.batch_input_tokens = self._gauge(
             "tgi_batch_input_tokens", "Input and generated tokens of the inputs in the batch"
@@ -296,6 +303,10 @@ class Metrics(SeriesRegistry):
         )
         self.prefix_cache_hits = self._counter(
             "tgi_prefix_cache_hits", "Tokens found in the prefix cache, which need no computation"
+        )
+        self.prefix_cache_hit_rate = self._gauge(
+            "tgi_prefix_cache_hit_ratio",
+            "Fraction of all tokens looked up in the prefix cache that were found",
         )
         self.preemptions = self._counter(
             "tgi_preemptions", "Inputs put back into the queue for lack of cache blocks"

@@ -7,6 +7,7 @@ path."""
 import msgspec
 
 from tgis.router.engine.handle import (
+    CallName,
     ClaimId,
     EngineInfo,
     LimitedWork,
@@ -49,6 +50,7 @@ class WorkerClaim(msgspec.Struct, frozen=True, array_like=True):
     count: int
     ids: AdapterIds = AdapterIds()
     adapters: CallAdapters = CallAdapters()
+    name: CallName | None = None
 
 
 # Messages from a worker.
@@ -68,6 +70,14 @@ class Acquire(_Message, frozen=True):
     claim_id: ClaimId
     work: LimitedWork
     count: int
+    name: CallName | None = None
+
+
+class AskAbort(_Message, frozen=True):
+    """Question whether other workers have calls with a name, which shall be aborted."""
+
+    claim_id: ClaimId
+    name: CallName
 
 
 class TakeLease(_Message, frozen=True):
@@ -140,6 +150,19 @@ class State(_Message, frozen=True):
 
 class Acquired(_Message, frozen=True):
     claim_id: ClaimId
+
+
+class Abort(_Message, frozen=True):
+    """Request to abort the receiving worker's calls with a name."""
+
+    name: CallName
+
+
+class AbortAsked(_Message, frozen=True):
+    """Answer to AskAbort."""
+
+    claim_id: ClaimId
+    is_found: bool
 
 
 class Leased(_Message, frozen=True):
@@ -236,12 +259,15 @@ WorkerMessage = (
     | FlushCache
     | ChangeName
     | NamesKnown
+    | AskAbort
     | AskGauges
     | OwnGauges
 )
 EngineMessage = (
     State
     | Acquired
+    | Abort
+    | AbortAsked
     | Leased
     | Refused
     | Names

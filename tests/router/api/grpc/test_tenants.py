@@ -14,6 +14,7 @@ from tests.support.router.messages import batch, single, stopping
 from tests.support.router.served_grpc import ServedGrpc, open_channel, open_grpc, status_of
 from tests.support.tls_files import Files, credentials
 from tgis.router.api.bearer_tokens import CHECK_INTERVAL_S, BearerTokens
+from tgis.router.api.tenants import TokenHolder
 from tgis.router.errors import StartupError
 from tgis.router.sequence import CacheSalt
 
@@ -141,8 +142,11 @@ def replace(path: Path, text: str) -> None:
     os.replace(path.with_suffix(".new"), path)
 
 
-FORM = "must be TOKEN or `tenant NAME TOKEN` with a name of at most 128 characters of printable ASCII"
-TWICE = "has a token that another line gives to another tenant"
+FORM = (
+    "must be TOKEN, `operator TOKEN` or `tenant NAME TOKEN` with a name of at most 128 characters of "
+    "printable ASCII"
+)
+TWICE = "has a token that another line gives to another tenant or to an operator"
 
 
 @pytest.mark.parametrize(
@@ -158,6 +162,8 @@ TWICE = "has a token that another line gives to another tenant"
         ("tenant a secret\ntenant b secret\n", 2, TWICE),
         ("secret\n\n\ntenant b secret\n", 4, TWICE),
         ("tenant b secret\nsecret\n", 2, TWICE),
+        ("secret\noperator secret\n", 2, TWICE),
+        ("operator acme secret\n", 1, FORM),
     ],
 )
 def test_a_line_that_is_neither_form_is_refused_by_its_number(
@@ -173,11 +179,20 @@ def test_a_line_that_is_neither_form_is_refused_by_its_number(
 
 def test_allowed_forms_of_token_lines(tmp_path: Path) -> None:
     path, long = tmp_path / "tokens", "x" * 128
-    path.write_text(f"\r\n tenant a!~ t1 \r\n\ttenant\t{long}\tt2\n\ntenant a!~ t1\ntenant\nt3")
+    path.write_text(
+        f"\r\n tenant a!~ t1 \r\n\ttenant\t{long}\tt2\n\ntenant a!~ t1\ntenant\nt3\noperator\t t5\noperator"
+    )
     tokens = BearerTokens(str(path))
-    tenants = {token: tokens.tenant_of(token) for token in ("t1", "t2", "t3", "tenant")}
-    assert tenants == {"t1": "a!~", "t2": long, "t3": "", "tenant": ""}
-    assert {tokens.tenant_of(token) for token in ("t4", "a!~", long, "", "tenant a!~ t1")} == {None}
+    holders = {token: tokens.holder_of(token) for token in ("t1", "t2", "t3", "tenant", "t5", "operator")}
+    assert holders == {
+        "t1": TokenHolder("a!~"),
+        "t2": TokenHolder(long),
+        "t3": TokenHolder(),
+        "tenant": TokenHolder(),
+        "t5": TokenHolder(is_operator=True),
+        "operator": TokenHolder(),
+    }
+    assert {tokens.holder_of(token) for token in ("t4", "a!~", long, "", "tenant a!~ t1")} == {None}
 
 
 def test_only_spaces_and_tabs_surround_a_token(tmp_path: Path) -> None:
@@ -188,7 +203,7 @@ def test_only_spaces_and_tabs_surround_a_token(tmp_path: Path) -> None:
     path.write_text("\t t1 \t\r\nt2\N{NO-BREAK SPACE}\n", encoding="utf-8")
     tokens = BearerTokens(str(path))
     for header in ("Bearer t1", "bearer  t1\t", "Bearer t2\N{NO-BREAK SPACE}"):
-        assert tokens.tenant_of_header(header) == "", header
+        assert tokens.holder_of_header(header) == TokenHolder(), header
     spaces = ("\N{NO-BREAK SPACE}", "\x85", "\x0b", "\x0c", "\x1c", "\N{EN QUAD}", "\N{LINE SEPARATOR}")
     for header in ("Bearer t2", *(f"Bearer t1{space}" for space in spaces), f"Bearer {spaces[0]}t1"):
-        assert tokens.tenant_of_header(header) is None, ascii(header)
+        assert tokens.holder_of_header(header) is None, ascii(header)

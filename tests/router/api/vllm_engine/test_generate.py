@@ -109,6 +109,15 @@ def test_stop_token_ids_and_stop_strings_are_reported(served: EngineApi) -> None
     assert (answer.finish_reason, answer.matched_stop_str) == ("stop", stop)
 
 
+def test_texts_are_built_for_stop_strings_only(served: EngineApi) -> None:
+    for stop, shown in (((), "output 0 bytes"), (["never"], "output ")):
+        num_lines = len(served.setup.service.lines)
+        complete(served, request(served, stop=stop))
+        served.setup.service.wait_for_line(f"generated 9 tokens before MAX_TOKENS, {shown}")
+        [line] = [line for line in served.setup.service.lines[num_lines:] if "generated 9 tokens" in line]
+        assert ("output 0 bytes" in line) == (not stop)
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

@@ -51,6 +51,7 @@ def read_call(request: pb.GenerateRequest, context: Context) -> GenerationCall:
         context.peer(),
         refusal=_find_refusal(request),
         inputs_are_ids=are_ids,
+        client_id=request.request_id,
         tenant=tenant_of(context),
         api=VLLM_ENGINE,
     )

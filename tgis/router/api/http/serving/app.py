@@ -26,7 +26,7 @@ from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.api.http.json_bodies import BodyReader
 from tgis.router.api.http.json_structure import BodyLimits
 from tgis.router.api.http.serving.origins import OriginRules
-from tgis.router.api.tenants import shown_name
+from tgis.router.api.tenants import TokenHolder, shown_name
 from tgis.router.errors import UnavailableError
 from tgis.router.metrics.metric_types import Counter
 
@@ -108,11 +108,11 @@ class ApiGate:
 
     def _tenant(self, request: Request) -> str:
         """Return the name of the request's tenant, empty if it has none. Raises HttpError."""
-        tenant: str | None = ""
+        holder: TokenHolder | None = TokenHolder()
         if self._tokens is not None:
             given = request.headers.getlist("authorization")
-            tenant = self._tokens.tenant_of_header(given[0]) if len(given) == 1 else None
-        if tenant is None:
+            holder = self._tokens.holder_of_header(given[0]) if len(given) == 1 else None
+        if holder is None:
             self._failures.add("unauthenticated")
             path = request.scope["raw_path"][:MAX_PATH_CHARS].decode("latin-1")
             logger.warning(
@@ -121,7 +121,7 @@ class ApiGate:
             error = HttpError(401, REFUSAL)
             error.is_logged = True
             raise error
-        return tenant or shown_name(request.state.certificate_name.encode("latin-1", "replace"))
+        return holder.tenant or shown_name(request.state.certificate_name.encode("latin-1", "replace"))
 
     async def _find(self, request: Request) -> Route:
         """Return the route of a request, and set the request's API. Raises HttpError and RequestError."""

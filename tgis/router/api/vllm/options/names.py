@@ -264,7 +264,8 @@ REFUSED = (
         "additional_config",
         "model_loader_extra_config",
     ),
-    *_refused(NO_TRANSFER, "kv_transfer_config", "kv_events_config", "ec_transfer_config"),
+    *_refused(NO_TRANSFER, "kv_transfer_config", "ec_transfer_config"),
+    *_refused("use --kv-events-endpoint", "kv_events_config"),
     *_refused(
         ONE_GROUP,
         "data_parallel_rank",
