@@ -33,7 +33,7 @@ class ServiceParts:
     adapter_roots: tuple[str, ...] | None = None
     """Directories searched for adapters, in order; None if clients may not name adapters."""
     load: Callable[[], Awaitable[EngineLoad]] = field(kw_only=True)
-    """Function that returns how busy the engine is."""
+    """Function that returns how busy the engine is, or was a moment ago."""
     encoding_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock that long answers take in turn to be encoded."""
     operations: list[tuple[Operation, ErrorTexts]] = field(default_factory=list)

@@ -23,7 +23,7 @@ from tgis.router.api.service import Result
 from tgis.router.api.tenants import tenant_of
 from tgis.router.api.vllm_engine.cache_feed import CacheFeeds
 from tgis.router.api.vllm_engine.calls import AbortedError, LiveCalls
-from tgis.router.api.vllm_engine.load_records import LoadRecords, RecentLoad, scheduler_load
+from tgis.router.api.vllm_engine.load_records import LoadRecords, scheduler_load
 from tgis.router.api.vllm_engine.model_facts import find_model, read_model_info
 from tgis.router.api.vllm_engine.requests import NAMES, read_call, read_logprob_counts
 from tgis.router.api.vllm_engine.responses import GenerateWriter
@@ -43,7 +43,6 @@ class VllmEngineServicer(Servicer):
         """Create the servicer. Raises StartupError."""
         self._parts, self._service = parts, parts.service
         self._calls, self._feeds = LiveCalls(), CacheFeeds(self._service.watch_cache)
-        self._load = RecentLoad(parts.load)
         self._default_sampling = read_default_sampling(parts.config)
         self._started_at = time.monotonic()
         self._last_call_at = 0.0
@@ -112,7 +111,7 @@ class VllmEngineServicer(Servicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        load = await self._load.read()
+        load = await self._parts.load()
         return pb.GetServerInfoResponse(
             active_requests=load.num_running + load.num_waiting,
             last_receive_timestamp=self._last_call_at,
@@ -125,7 +124,7 @@ class VllmEngineServicer(Servicer):
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         now = datetime.now(UTC).isoformat()
-        load = scheduler_load(await self._load.read(), self._parts)
+        load = scheduler_load(await self._parts.load(), self._parts)
         return pb.GetLoadsResponse(timestamp=now, version=version("tgis-next"), dp_rank_count=1, loads=[load])
 
     async def FlushCache(
@@ -137,7 +136,7 @@ class VllmEngineServicer(Servicer):
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        records = LoadRecords(self._parts, self._load)
+        records = LoadRecords(self._parts)
         with self._feeds.subscribe(tenant_of(context), request.start_sequence_number) as subscription:
             while True:
                 batch = await subscription.next(records.interval_s)
