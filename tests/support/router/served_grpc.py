@@ -11,6 +11,7 @@ import grpc
 
 from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import VOCAB_SIZE
+from tests.support.router.load import load_reports
 from tests.support.tls_files import Files
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
@@ -22,6 +23,7 @@ from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.fmaas.servicer import GenerationServicer
 from tgis.router.api.grpc.auth_interceptor import AuthInterceptor
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
+from tgis.router.api.grpc.load_interceptor import LoadInterceptor
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.slow_clients import SlowClients
@@ -99,7 +101,8 @@ async def open_grpc(
         service = _service(scene, handle, tokenizer, compiler, limits, accounting)
         failures = scene.metrics.request_failure
         interceptors: list[Any] = [
-            ErrorInterceptor(SlowClients(60), RefusalPacing(), MemoryRelease(), failures)
+            LoadInterceptor(load_reports(scene.metrics)),
+            ErrorInterceptor(SlowClients(60), RefusalPacing(), MemoryRelease(), failures),
         ]
         if tokens_path is not None:
             interceptors.insert(0, AuthInterceptor(BearerTokens(str(tokens_path)), failures))

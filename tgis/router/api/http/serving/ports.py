@@ -16,7 +16,9 @@ from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
 from tgis.router.api.http.serving.app import ApiGate, Phase, absent_api_routes, api_route, starlette_of
+from tgis.router.api.http.serving.load_header import LoadHeader
 from tgis.router.api.http.serving.metrics_app import metrics_routes
+from tgis.router.api.load_reports import LoadReports
 from tgis.router.api.open_files import share_files
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.scrape import Render
@@ -36,6 +38,7 @@ class HttpPorts:
         certificates: Certificates | None,
         render: Render,
         memory: MemoryRelease,
+        reports: LoadReports,
     ) -> None:
         """Build the ASGI applications. `apis` includes APIs that are not served. `render` returns the text of
         a scrape. Raises StartupError."""
@@ -45,7 +48,7 @@ class HttpPorts:
         self._gate: ApiGate | None = None
         if self._served:
             self._gate = ApiGate(self._served, config, metrics.request_failure, memory)
-            self._api = AnswerAccounts(self._gate, self._served, metrics)
+            self._api = LoadHeader(AnswerAccounts(self._gate, self._served, metrics), reports)
         self._fresh = _fresh_limits(config) if self._gate else PROBE_LIMITS
         self._probes = [*(route for api in self._served for route in api.probes)]
         is_here = self._gate is not None and config.http_api_port is None
