@@ -201,6 +201,12 @@ class ServingOptions:
         minimum=1,
         group=Group.MEMORY,
     )
+    max_queue_time: float | None = option(
+        "Maximum time, in seconds, that a request waits for its first step; after it, the request is refused "
+        "as in an overload. Unset: no limit.",
+        None,
+        minimum=0.001,
+    )
     first_token_timeout: float | None = option(
         "Maximum time, in seconds, from the acceptance of a request to its first token; after it, the "
         "request fails. Unset: no limit.",

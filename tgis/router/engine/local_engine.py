@@ -62,6 +62,7 @@ class LocalEngine:
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,
             token_timeouts=(config.first_token_timeout, config.next_token_timeout),
+            max_queue_time=config.max_queue_time,
             on_ready=self._on_ready,
         )
         self.claims.attach(self._engine, info)

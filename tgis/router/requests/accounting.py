@@ -14,6 +14,7 @@ from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import (
     GenerationError,
     OverloadedError,
+    QueueTimeoutError,
     RequestError,
     RouterError,
     SlowClientError,
@@ -89,8 +90,8 @@ class CallAccount:
             if str(error) != MISSING_REQUEST:  # TGIS does not count this refusal
                 failure.add("validation")
             raise
-        except OverloadedError:
-            failure.add("conc_limit")
+        except OverloadedError as error:
+            failure.add("queue_timeout" if isinstance(error, QueueTimeoutError) else "conc_limit")
             raise
         except SlowClientError:
             failure.add("slow_reader")
@@ -138,8 +139,8 @@ class CallAccount:
     def _record(
         self, index: int, spec: SequenceSpec, log: InputLog, event: InputTokens | Output | Failure
     ) -> InputTokens | Output:
-        """Record the next event of a text, and return it. Raises GenerationError or TimedOutError for a
-        failure."""
+        """Record the next event of a text, and return it. Raises GenerationError, TimedOutError or
+        QueueTimeoutError for a failure."""
         if isinstance(event, Output):
             if event.reason is not _NOT_FINISHED:
                 self._count(index, spec, event)
@@ -148,6 +149,8 @@ class CallAccount:
         elif isinstance(event, Failed):
             raise GenerationError(event.message, event.code)
         elif isinstance(event, TimedOut):
+            if event.is_queued:
+                raise QueueTimeoutError(event.limit_s)
             raise TimedOutError(event.limit_s, event.is_first)
         return event
 
