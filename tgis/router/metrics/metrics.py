@@ -87,10 +87,9 @@ class Metrics(SeriesRegistry):
         self.request_failure = self._counter(
             "tgi_request_failure",
             "Rejected or failed calls (conc_limit, validation, generate, unauthenticated), streams whose "
-            "client does not read (slow_reader), calls without a first step in time (queue_timeout) or without a "
-            "token in time (token_timeout), cancelled "
-            "inputs, and inputs whose time limit passed before their first step (timeout; these also count "
-            "as successes)",
+            "client does not read (slow_reader), calls without a first step in time (queue_timeout) or "
+            "without a token in time (token_timeout), cancelled inputs, and inputs whose time limit passed "
+            "before their first step (timeout; these also count as successes)",
             "err",
         )
 
