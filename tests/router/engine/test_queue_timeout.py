@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2
 
 from tests.support.http_exchange import exchange
 from tests.support.router.engine_pair import Scene, each_of, open_scene

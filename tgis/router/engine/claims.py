@@ -184,6 +184,7 @@ class Claims:
             encoder_token_ids,
             spec.cache_salt,
             claim.siblings[spec.input_ids, spec.cache_salt],
+            spec.priority,
         )
 
 

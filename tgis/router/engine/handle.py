@@ -50,6 +50,8 @@ class SequenceSpec(NamedTuple):
     request_id: str = ""
     """Id of the call in the log and in the internal errors that clients see."""
     cache_salt: CacheSalt = CacheSalt()
+    priority: int = 0
+    """Sequences with lower values are admitted first."""
 
 
 @dataclass
