@@ -36,6 +36,17 @@ class EngineInfo(NamedTuple):
     """Number of tokens for which the cache has room."""
 
 
+class TenantLimits(NamedTuple):
+    """Limits of the tenant that makes a call; None is no limit."""
+
+    tenant: str = ""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+NO_LIMITS = TenantLimits()
+
+
 class SequenceSpec(NamedTuple):
     """Complete specification of one generation, without the model."""
 
@@ -93,9 +104,11 @@ class EngineHandle(GivenNames, Protocol):
     def info(self) -> EngineInfo:
         """Return the facts about the model, once the engine has started. They may differ after a restart."""
 
-    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> ClaimId:
-        """Reserve concurrency for a call's inputs. Raises OverloadedError, and UnavailableError if the engine
-        is unavailable for too long."""
+    async def acquire(
+        self, count: int, work: LimitedWork = LimitedWork.GENERATION, limits: TenantLimits = NO_LIMITS
+    ) -> ClaimId:
+        """Reserve concurrency for a call's inputs, within the limits of its tenant. Raises OverloadedError,
+        and UnavailableError if the engine is unavailable for too long."""
 
     async def lease(
         self, claim_id: ClaimId, prefix_id: str | None, adapter_id: str | None, request_id: str

@@ -13,6 +13,7 @@ from tgis.router.engine.handle import (
     Progress,
     SequenceId,
     SequenceSpec,
+    TenantLimits,
 )
 from tgis.router.errors import (
     Code,
@@ -21,6 +22,7 @@ from tgis.router.errors import (
     OverloadedError,
     RequestError,
     RouterError,
+    TenantLimitError,
     UnavailableError,
 )
 from tgis.router.events import Ended, Failed, RequestTimes, TimedOut
@@ -68,6 +70,7 @@ class Acquire(_Message, frozen=True):
     claim_id: ClaimId
     work: LimitedWork
     count: int
+    limits: TenantLimits = TenantLimits()
 
 
 class TakeLease(_Message, frozen=True):
@@ -155,6 +158,7 @@ class Refused(_Message, frozen=True):
     text: str
     parameter: str = ""
     code: Code = Code.INTERNAL
+    retry_s: int = OverloadedError.retry_s
 
 
 class Names(_Message, frozen=True):
@@ -260,6 +264,7 @@ _ERRORS: dict[str, type[RouterError]] = {
     "request": RequestError,
     "not_found": NotFoundError,
     "overloaded": OverloadedError,
+    "tenant_limit": TenantLimitError,
     "unavailable": UnavailableError,
 }
 
@@ -267,7 +272,8 @@ _ERRORS: dict[str, type[RouterError]] = {
 def refused(claim_id: ClaimId, error: RouterError) -> Refused:
     parameter = error.parameter if isinstance(error, RequestError) else ""
     kind = next((kind for kind, type_ in reversed(_ERRORS.items()) if isinstance(error, type_)), "")
-    return Refused(claim_id, kind, str(error), parameter, error.code)
+    retry_s = error.retry_s if isinstance(error, OverloadedError) else OverloadedError.retry_s
+    return Refused(claim_id, kind, str(error), parameter, error.code, retry_s)
 
 
 def error_of(refusal: Refused) -> RouterError:
@@ -276,6 +282,8 @@ def error_of(refusal: Refused) -> RouterError:
         return GenerationError(refusal.text, refusal.code)
     if issubclass(error_type, RequestError):
         return error_type(refusal.text, refusal.parameter)
+    if issubclass(error_type, TenantLimitError):
+        return error_type(refusal.text, refusal.retry_s)
     return error_type(refusal.text)
 
 

@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 
 from tgis.router.engine.handle import (
+    NO_LIMITS,
     ClaimId,
     EngineInfo,
     LimitedWork,
     Progress,
     SequenceId,
     SequenceSpec,
+    TenantLimits,
     TextSink,
 )
 from tgis.router.engine.live_request import EventQueue, WakeUps
@@ -90,10 +92,12 @@ class RemoteHandle:
         assert self._info is not None, "the engine has not started"
         return self._info
 
-    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> ClaimId:
+    async def acquire(
+        self, count: int, work: LimitedWork = LimitedWork.GENERATION, limits: TenantLimits = NO_LIMITS
+    ) -> ClaimId:
         claim_id = ClaimId(next(self._numbers))
         try:
-            await self._ask(claim_id, wire.Acquire(claim_id, work, count))
+            await self._ask(claim_id, wire.Acquire(claim_id, work, count, limits))
         except BaseException:  # the engine may have the claim; otherwise it ignores the message
             self._send(wire.Release(claim_id))
             raise

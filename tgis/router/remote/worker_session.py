@@ -77,7 +77,7 @@ class WorkerSession:
         """Restore the claims and adapters that the worker had from an earlier engine process, regardless of
         limits."""
         for again in message.claims:
-            claim = self._held[again.claim_id] = self._claims.acquire(again.count, again.work, True)
+            claim = self._held[again.claim_id] = self._claims.acquire(again.count, again.work, is_again=True)
             if again.adapters.present:
                 claim.leasing = asyncio.create_task(self._lease_again(claim, again), name="lease")
 
@@ -126,7 +126,7 @@ class WorkerSession:
 
     def _acquire(self, message: wire.Acquire) -> None:
         try:
-            claim = self._claims.acquire(message.count, message.work)
+            claim = self._claims.acquire(message.count, message.work, message.limits)
         except RouterError as error:
             self._send(wire.refused(message.claim_id, error))
         else:

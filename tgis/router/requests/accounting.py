@@ -18,6 +18,7 @@ from tgis.router.errors import (
     RequestError,
     RouterError,
     SlowClientError,
+    TenantLimitError,
     TimedOutError,
     internal_error,
 )
@@ -59,7 +60,7 @@ class Accounting:
         try:
             yield
         except (RequestError, OverloadedError) as error:
-            kind = "conc_limit" if isinstance(error, OverloadedError) else "validation"
+            kind = _overload_label(error) if isinstance(error, OverloadedError) else "validation"
             self.metrics.request_failure.add(kind)
             logger.error("%s failed with %s: %s", method, error.code.name, error.log_text)
             error.is_logged = True
@@ -91,7 +92,7 @@ class CallAccount:
                 failure.add("validation")
             raise
         except OverloadedError as error:
-            failure.add("queue_timeout" if isinstance(error, QueueTimeoutError) else "conc_limit")
+            failure.add(_overload_label(error))
             raise
         except SlowClientError:
             failure.add("slow_reader")
@@ -167,6 +168,13 @@ class CallAccount:
             metrics.request_mean_time_per_token_duration.observe(timings.inference_s / num_generated)
         if self._aliased_call is not None:
             self._aliased_call.finish(index, len(spec.input_ids), num_generated, timings)
+
+
+def _overload_label(error: OverloadedError) -> str:
+    """Return the label of a refusal in the metric of failures."""
+    if isinstance(error, QueueTimeoutError):
+        return "queue_timeout"
+    return "tenant_limit" if isinstance(error, TenantLimitError) else "conc_limit"
 
 
 def _counted_parameters(call: GenerationCall) -> Iterator[str]:

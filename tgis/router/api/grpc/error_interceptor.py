@@ -178,8 +178,8 @@ def _status_of(error: Exception) -> Status:
     """Return the client's status for `error`. An unforeseen error's text has only the id of the log line."""
     if isinstance(error, RouterError):
         code, text = STATUS[error.code], str(error)
-        is_overload = isinstance(error, OverloadedError)
-        more = _retry_metadata(code.value[0], text, error.retry_s) if is_overload else ()
+        retry_s = error.retry_s if isinstance(error, OverloadedError) else None
+        more = () if retry_s is None else _retry_metadata(code.value[0], text, retry_s)
         return Status(code, text, more)
     request_id = secrets.token_hex(8)
     logger.error("request %s failed: %r", request_id, error, exc_info=error)

@@ -1,0 +1,119 @@
+"""Limits the requests and tokens of each tenant per minute."""
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tgis.router.engine.handle import TenantLimits
+from tgis.router.errors import TenantLimitError
+from tgis.router.sequence import Sequence
+
+MIN_PRUNED = 256  # tenants below which none is forgotten
+
+
+class Allowance:
+    """Token bucket that holds what is allowed in a minute, full at first. Its level may become negative,
+    because the use is known only afterwards; it is refilled first."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self._per_minute = per_minute
+        self._level = float(per_minute)
+        self._updated_at = now
+
+    def wait_s(self, amount: int, now: float) -> float:
+        """Return the seconds until `amount` may be used, 0 if it may be used now. More than the amount of a
+        minute may be used when the bucket is full."""
+        self._refill(now)
+        missing = min(amount, self._per_minute) - self._level
+        return max(missing, 0.0) * 60 / self._per_minute
+
+    def use(self, amount: int) -> None:
+        self._level -= amount
+
+    def is_full(self, now: float) -> bool:
+        self._refill(now)
+        return self._level == self._per_minute
+
+    def _refill(self, now: float) -> None:
+        added = (now - self._updated_at) * self._per_minute / 60
+        self._level = min(self._level + added, float(self._per_minute))
+        self._updated_at = now
+
+
+@dataclass
+class TenantUse:
+    """Use of the service by one tenant."""
+
+    limits: TenantLimits
+    requests: Allowance | None
+    tokens: Allowance | None
+    sequences: dict[Sequence, int] = field(default_factory=dict)
+    """Sequences of unreleased calls, with the number of their tokens that have been counted."""
+
+    def check(self, count: int, now: float) -> None:
+        """Check that the tenant may send `count` requests now. Raises TenantLimitError."""
+        self._count_tokens(self.sequences)
+        for allowance, amount, text in (
+            (self.requests, count, f"more than {self.limits.requests_per_minute} requests per minute"),
+            (self.tokens, 1, f"more than {self.limits.tokens_per_minute} tokens per minute"),
+        ):
+            wait_s = 0.0 if allowance is None else allowance.wait_s(amount, now)
+            if wait_s:
+                raise TenantLimitError(text, math.ceil(wait_s))
+
+    def begin(self, sequence: Sequence) -> None:
+        self.sequences[sequence] = 0
+
+    def end(self, sequences: Iterable[Sequence]) -> None:
+        """Count the last tokens of a released call."""
+        ended = [sequence for sequence in sequences if sequence in self.sequences]
+        self._count_tokens(ended)
+        for sequence in ended:
+            del self.sequences[sequence]
+
+    def is_forgettable(self, now: float) -> bool:
+        """Return True if a new tenant would have the same allowances."""
+        allowances = [each for each in (self.requests, self.tokens) if each is not None]
+        return not self.sequences and all(each.is_full(now) for each in allowances)
+
+    def _count_tokens(self, sequences: Iterable[Sequence]) -> None:
+        if self.tokens is None:
+            return
+        for sequence in sequences:
+            num_tokens = sequence.num_input_tokens + sequence.num_generated
+            self.tokens.use(num_tokens - self.sequences[sequence])
+            self.sequences[sequence] = num_tokens
+
+
+class TenantLimiter:
+    """Use of all tenants that have a limit."""
+
+    def __init__(self) -> None:
+        self._uses: dict[str, TenantUse] = {}
+        self._max_uses = MIN_PRUNED
+
+    def check(self, limits: TenantLimits, count: int) -> TenantUse | None:
+        """Return the use of a tenant that sends `count` requests, or None if it has no limit. Raises
+        TenantLimitError."""
+        if limits.requests_per_minute is None and limits.tokens_per_minute is None:
+            return None
+        now = time.monotonic()
+        use = self._uses.get(limits.tenant)
+        if use is None or use.limits != limits:
+            use = self._replace(use, limits, now)
+        use.check(count, now)
+        return use
+
+    def _replace(self, old: TenantUse | None, limits: TenantLimits, now: float) -> TenantUse:
+        """Return the use of a tenant with full allowances, because it is new or its limits have changed."""
+        if len(self._uses) >= self._max_uses:
+            self._uses = {name: use for name, use in self._uses.items() if not use.is_forgettable(now)}
+            self._max_uses = max(2 * len(self._uses), MIN_PRUNED)
+        requests, tokens = (
+            None if per_minute is None else Allowance(per_minute, now)
+            for per_minute in (limits.requests_per_minute, limits.tokens_per_minute)
+        )
+        sequences = {} if old is None else old.sequences
+        use = self._uses[limits.tenant] = TenantUse(limits, requests, tokens, sequences)
+        return use
