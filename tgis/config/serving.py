@@ -50,6 +50,12 @@ class ServingOptions:
         0,
         minimum=MIN_PRIORITY,
     )
+    tenant_concurrent_requests: int | None = option(
+        "Maximum number of sequences of a tenant, running or waiting, in the service at once; the token file "
+        "may set another one for a tenant. Unset: limited by --max-concurrent-requests only.",
+        None,
+        minimum=1,
+    )
     tenant_requests_per_minute: int | None = option(
         "Maximum number of sequences that a tenant may request per minute; further requests are refused as "
         "in an overload. The token file may set another one for a tenant. Unset: no limit.",

@@ -158,7 +158,10 @@ class _Router:
     def _rules_of(self, tenant: str) -> TenantRules:
         config, tokens = self._config, self._tokens
         default = TenantRules(
-            config.priority_floor, config.tenant_requests_per_minute, config.tenant_tokens_per_minute
+            config.priority_floor,
+            config.tenant_requests_per_minute,
+            config.tenant_tokens_per_minute,
+            config.tenant_concurrent_requests,
         )
         return default if tokens is None else tokens.rules_of(tenant, default)
 

@@ -71,6 +71,26 @@ def test_unused_tenants_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         limiter.check(busy, 60)
 
 
+async def test_requests_at_once_and_changed_limits(tmp_path: Path) -> None:
+    async with open_scene(tmp_path, False) as scene:
+        handle, limits = scene.handle, TenantLimits("a", concurrent_requests=3)
+        first = await handle.acquire(2, limits=limits)
+        with pytest.raises(TenantLimitError, match="more than 3 requests at once"):
+            await handle.acquire(2, limits=limits)
+        second = await handle.acquire(1, limits=limits)
+        handle.release(first)
+        handle.release(await handle.acquire(2, limits=limits))
+        smaller = limits._replace(concurrent_requests=1, requests_per_minute=6)
+        with pytest.raises(TenantLimitError, match="more than 1 requests at once"):
+            await handle.acquire(1, limits=smaller)
+        handle.release(second)
+        handle.release(await handle.acquire(1, limits=smaller))
+        for _ in range(5):
+            handle.release(await handle.acquire(1, limits=smaller))
+        with pytest.raises(TenantLimitError, match="more than 6 requests per minute"):
+            await handle.acquire(1, limits=smaller)
+
+
 @pytest.mark.parametrize("is_split", [False, True])
 async def test_tokens_are_counted_while_they_are_generated(is_split: bool, tmp_path: Path) -> None:
     """A call is refused while an earlier one still generates, and a call of another tenant is not."""

@@ -21,7 +21,12 @@ SCHEME = "bearer "
 REFUSAL = "a valid bearer token is required"
 SPACES = " \t"  # separators in headers and lines; other whitespace is part of a token
 WORD = re.compile(rf"[^{SPACES}\r]+")
-MINIMUMS = {"priority-floor": MIN_PRIORITY, "requests-per-minute": 1, "tokens-per-minute": 1}
+MINIMUMS = {
+    "priority-floor": MIN_PRIORITY,
+    "requests-per-minute": 1,
+    "tokens-per-minute": 1,
+    "concurrent-requests": 1,
+}
 """Names and minimum values of a tenant's limits."""
 RULE_VALUE = re.compile("-?[0-9]{1,10}")
 BAD_LINE = (

@@ -22,9 +22,12 @@ class TenantRules:
     requests_per_minute: int | None = None
     """None: no limit."""
     tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
 
     def limits(self, tenant: str) -> TenantLimits:
-        return TenantLimits(tenant, self.requests_per_minute, self.tokens_per_minute)
+        return TenantLimits(
+            tenant, self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests
+        )
 
 
 token_tenant: ContextVar[str] = ContextVar("token_tenant", default="")

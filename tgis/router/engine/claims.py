@@ -110,8 +110,8 @@ class Claims:
         use = self._tenants.check(limits, count)
         with ExitStack() as resources:
             resources.enter_context(self._concurrency[work].acquire(count, is_again))
-            if use is not None and use.requests is not None:
-                use.requests.use(count)
+            if use is not None:
+                resources.enter_context(use.call(count))
             return Claim(resources.pop_all(), use)
 
     async def lease(

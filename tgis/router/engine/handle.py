@@ -42,6 +42,7 @@ class TenantLimits(NamedTuple):
     tenant: str = ""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
 
 
 NO_LIMITS = TenantLimits()

@@ -1,11 +1,12 @@
-"""Limits the requests and tokens of each tenant per minute."""
+"""Limits the requests of each tenant at once, and its requests and tokens per minute."""
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tgis.router.engine.handle import TenantLimits
+from tgis.router.engine.handle import NO_LIMITS, TenantLimits
 from tgis.router.errors import TenantLimitError
 from tgis.router.sequence import Sequence
 
@@ -45,22 +46,47 @@ class Allowance:
 class TenantUse:
     """Use of the service by one tenant."""
 
-    limits: TenantLimits
-    requests: Allowance | None
-    tokens: Allowance | None
+    limits: TenantLimits = NO_LIMITS
+    requests: Allowance | None = None
+    tokens: Allowance | None = None
+    num_current: int = 0
+    """Number of requests in unreleased calls."""
     sequences: dict[Sequence, int] = field(default_factory=dict)
     """Sequences of unreleased calls, with the number of their tokens that have been counted."""
 
+    def set_limits(self, limits: TenantLimits, now: float) -> None:
+        """Set the limits of a new tenant, or changed ones. What is allowed in a minute begins anew."""
+        self.limits = limits
+        self.requests, self.tokens = (
+            None if per_minute is None else Allowance(per_minute, now)
+            for per_minute in (limits.requests_per_minute, limits.tokens_per_minute)
+        )
+
     def check(self, count: int, now: float) -> None:
         """Check that the tenant may send `count` requests now. Raises TenantLimitError."""
+        limits = self.limits
+        if self.num_current + count > (limits.concurrent_requests or math.inf):
+            text = f"more than {limits.concurrent_requests} requests at once"
+            raise TenantLimitError(text, TenantLimitError.retry_s)
         self._count_tokens(self.sequences)
         for allowance, amount, text in (
-            (self.requests, count, f"more than {self.limits.requests_per_minute} requests per minute"),
-            (self.tokens, 1, f"more than {self.limits.tokens_per_minute} tokens per minute"),
+            (self.requests, count, f"more than {limits.requests_per_minute} requests per minute"),
+            (self.tokens, 1, f"more than {limits.tokens_per_minute} tokens per minute"),
         ):
             wait_s = 0.0 if allowance is None else allowance.wait_s(amount, now)
             if wait_s:
                 raise TenantLimitError(text, math.ceil(wait_s))
+
+    @contextmanager
+    def call(self, count: int) -> Iterator[None]:
+        """Count the requests of a call, which are current while the context is open."""
+        if self.requests is not None:
+            self.requests.use(count)
+        self.num_current += count
+        try:
+            yield
+        finally:
+            self.num_current -= count
 
     def begin(self, sequence: Sequence) -> None:
         self.sequences[sequence] = 0
@@ -75,7 +101,7 @@ class TenantUse:
     def is_forgettable(self, now: float) -> bool:
         """Return True if a new tenant would have the same allowances."""
         allowances = [each for each in (self.requests, self.tokens) if each is not None]
-        return not self.sequences and all(each.is_full(now) for each in allowances)
+        return not self.num_current and all(each.is_full(now) for each in allowances)
 
     def _count_tokens(self, sequences: Iterable[Sequence]) -> None:
         if self.tokens is None:
@@ -96,24 +122,19 @@ class TenantLimiter:
     def check(self, limits: TenantLimits, count: int) -> TenantUse | None:
         """Return the use of a tenant that sends `count` requests, or None if it has no limit. Raises
         TenantLimitError."""
-        if limits.requests_per_minute is None and limits.tokens_per_minute is None:
+        if limits[1:] == NO_LIMITS[1:]:
             return None
         now = time.monotonic()
         use = self._uses.get(limits.tenant)
-        if use is None or use.limits != limits:
-            use = self._replace(use, limits, now)
+        if use is None:
+            self._forget_unused(now)
+            use = self._uses[limits.tenant] = TenantUse()
+        if use.limits != limits:
+            use.set_limits(limits, now)
         use.check(count, now)
         return use
 
-    def _replace(self, old: TenantUse | None, limits: TenantLimits, now: float) -> TenantUse:
-        """Return the use of a tenant with full allowances, because it is new or its limits have changed."""
+    def _forget_unused(self, now: float) -> None:
         if len(self._uses) >= self._max_uses:
             self._uses = {name: use for name, use in self._uses.items() if not use.is_forgettable(now)}
             self._max_uses = max(2 * len(self._uses), MIN_PRUNED)
-        requests, tokens = (
-            None if per_minute is None else Allowance(per_minute, now)
-            for per_minute in (limits.requests_per_minute, limits.tokens_per_minute)
-        )
-        sequences = {} if old is None else old.sequences
-        use = self._uses[limits.tenant] = TenantUse(limits, requests, tokens, sequences)
-        return use

@@ -176,7 +176,7 @@ def replace(path: Path, text: str) -> None:
 FORM = "must be TOKEN or `tenant NAME TOKEN` with a name of at most 128 characters of printable ASCII"
 LIMITS = (
     "must be `limits NAME` once per tenant, with values of priority-floor, requests-per-minute, "
-    "tokens-per-minute, as KEY=NUMBER"
+    "tokens-per-minute, concurrent-requests, as KEY=NUMBER"
 )
 TWICE = "has a token that another line gives to another tenant"
 
