@@ -74,7 +74,8 @@ ROWS = (
                 "reqps",
                 [Query(total("tgi_request_failure_total", "err"), "{{err}}")],
                 "validation, unauthenticated, tenant_limit and cancelled are caused by clients; generate, "
-                "timeout and token_timeout by the service; conc_limit and queue_timeout: the service is overloaded.",
+                "timeout and token_timeout by the service; conc_limit and queue_timeout: the service is "
+                "overloaded.",
                 is_stacked=True,
             ),
             Panel(

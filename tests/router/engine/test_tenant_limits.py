@@ -21,7 +21,10 @@ from tgis.router.sequence import Stopping
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 OK = grpc.StatusCode.OK
-REQUESTS, TOKENS = "more than {} requests per minute", "more than {} tokens per minute"
+REQUESTS, TOKENS = (
+    "more than {} requests of the tenant in a minute",
+    "more than {} tokens of the tenant in a minute",
+)
 
 
 def wait_by_formula(uses: list[tuple[float, int]], per_minute: int, amount: int, now: float) -> float:
@@ -67,7 +70,7 @@ def test_unused_tenants_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert use.requests is not None
                 use.requests.use(1)
     assert len(limiter._uses) <= 2 * MIN_PRUNED
-    with pytest.raises(TenantLimitError, match="more than 60 requests per minute"):
+    with pytest.raises(TenantLimitError, match="more than 60 requests of the tenant in a minute"):
         limiter.check(busy, 60)
 
 
@@ -75,19 +78,19 @@ async def test_requests_at_once_and_changed_limits(tmp_path: Path) -> None:
     async with open_scene(tmp_path, False) as scene:
         handle, limits = scene.handle, TenantLimits("a", concurrent_requests=3)
         first = await handle.acquire(2, limits=limits)
-        with pytest.raises(TenantLimitError, match="more than 3 requests at once"):
+        with pytest.raises(TenantLimitError, match="more than 3 requests of the tenant at once"):
             await handle.acquire(2, limits=limits)
         second = await handle.acquire(1, limits=limits)
         handle.release(first)
         handle.release(await handle.acquire(2, limits=limits))
         smaller = limits._replace(concurrent_requests=1, requests_per_minute=6)
-        with pytest.raises(TenantLimitError, match="more than 1 requests at once"):
+        with pytest.raises(TenantLimitError, match="more than 1 requests of the tenant at once"):
             await handle.acquire(1, limits=smaller)
         handle.release(second)
         handle.release(await handle.acquire(1, limits=smaller))
         for _ in range(5):
             handle.release(await handle.acquire(1, limits=smaller))
-        with pytest.raises(TenantLimitError, match="more than 6 requests per minute"):
+        with pytest.raises(TenantLimitError, match="more than 6 requests of the tenant in a minute"):
             await handle.acquire(1, limits=smaller)
 
 

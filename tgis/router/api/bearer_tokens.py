@@ -29,11 +29,6 @@ MINIMUMS = {
 }
 """Names and minimum values of a tenant's limits."""
 RULE_VALUE = re.compile("-?[0-9]{1,10}")
-BAD_LINE = (
-    "must be TOKEN or `tenant NAME TOKEN` "
-    f"with a name of at most {MAX_NAME_CHARS} characters of printable ASCII"
-)
-BAD_LIMITS = f"must be `limits NAME` once per tenant, with values of {', '.join(MINIMUMS)}, as KEY=NUMBER"
 CHECK_INTERVAL_S = 1.0  # minimum time between two checks of the file
 
 
@@ -98,29 +93,36 @@ def _read(path: str) -> _Content:
         raise StartupError(f"the file of bearer tokens {path} cannot be read") from error
     content = _Content({}, {})
     for number, words in enumerate(map(WORD.findall, lines), 1):
-        if error_text := _read_line(words, content):
-            raise StartupError(f"line {number} of the file of bearer tokens {path} {error_text}")
+        _read_line(words, f"line {number} of the file of bearer tokens {path}", content)
     if not content.tenants:
         raise StartupError(f"the file of bearer tokens {path} has no token")
     return content
 
 
-def _read_line(words: list[str], content: _Content) -> str:
-    """Add a line to the content. Return why it is invalid, or an empty text."""
+def _read_line(words: list[str], place: str, content: _Content) -> None:
+    """Add a line to the content. Raises StartupError, which names the line's place."""
     match words:
         case []:
-            return ""
+            return
         case [token]:
             name = ""
         case ["tenant", name, token] if is_name(name):
             pass
         case ["limits", name, _, *_] if is_name(name):
             rules = _read_rules(words[2:])
-            return BAD_LIMITS if rules is None or content.rules.setdefault(name, rules) is not rules else ""
+            if rules is None or content.rules.setdefault(name, rules) is not rules:
+                raise StartupError(
+                    f"{place} must be `limits NAME` once per tenant, with values of {', '.join(MINIMUMS)}, "
+                    "as KEY=NUMBER"
+                )
+            return
         case _:
-            return BAD_LINE
-    is_other = content.tenants.setdefault(_digest(token), name) != name
-    return "has a token that another line gives to another tenant" if is_other else ""
+            raise StartupError(
+                f"{place} must be TOKEN or `tenant NAME TOKEN` "
+                f"with a name of at most {MAX_NAME_CHARS} characters of printable ASCII"
+            )
+    if content.tenants.setdefault(_digest(token), name) != name:
+        raise StartupError(f"{place} has a token that another line gives to another tenant")
 
 
 def _read_rules(words: list[str]) -> dict[str, int] | None:

@@ -66,16 +66,15 @@ class TenantUse:
         """Check that the tenant may send `count` requests now. Raises TenantLimitError."""
         limits = self.limits
         if self.num_current + count > (limits.concurrent_requests or math.inf):
-            text = f"more than {limits.concurrent_requests} requests at once"
+            text = f"more than {limits.concurrent_requests} requests of the tenant at once"
             raise TenantLimitError(text, TenantLimitError.retry_s)
+        if self.requests is not None and (wait_s := self.requests.wait_s(count, now)):
+            text = f"more than {limits.requests_per_minute} requests of the tenant in a minute"
+            raise TenantLimitError(text, math.ceil(wait_s))
         self._count_tokens(self.sequences)
-        for allowance, amount, text in (
-            (self.requests, count, f"more than {limits.requests_per_minute} requests per minute"),
-            (self.tokens, 1, f"more than {limits.tokens_per_minute} tokens per minute"),
-        ):
-            wait_s = 0.0 if allowance is None else allowance.wait_s(amount, now)
-            if wait_s:
-                raise TenantLimitError(text, math.ceil(wait_s))
+        if self.tokens is not None and (wait_s := self.tokens.wait_s(1, now)):
+            text = f"more than {limits.tokens_per_minute} tokens of the tenant in a minute"
+            raise TenantLimitError(text, math.ceil(wait_s))
 
     @contextmanager
     def call(self, count: int) -> Iterator[None]:
