@@ -305,11 +305,13 @@ def test_two_tenants_with_loads_of_ten_to_one(
 
 
 class Grants:
-    """Tokens counted for each tenant, and the bound for those counted while a sequence waits."""
+    """Tokens counted for each tenant, and the bound for those that start while a sequence waits."""
 
     def __init__(self, queue: CheckedQueue, max_prompt: int) -> None:
         self.queue, self.max_prompt = queue, max_prompt
         self.totals: Counter[str] = Counter()
+        self.at_start: Counter[str] = Counter()
+        """Total of each tenant right after it started its newest sequence."""
         self.before: dict[Sequence, tuple[int, dict[str, int]]] = {}
         """The excess of its tenant, and the totals of all tenants in the ring, when a sequence arrived."""
 
@@ -322,7 +324,13 @@ class Grants:
         own, (excess, before) = tenant_of(sequence), self.before.pop(sequence)
         num_turns = (excess + self.totals[own] - before.pop(own)) // QUANTUM + 1
         for name, total in before.items():
-            assert self.totals[name] - total < num_turns * QUANTUM + self.max_prompt
+            assert self.at_start[name] - total < num_turns * QUANTUM + self.max_prompt
+
+    def start(self, sequence: Sequence) -> None:
+        self.check(sequence)
+        if self.queue.is_contended:
+            self.totals[tenant_of(sequence)] += len(sequence.token_ids)
+        self.at_start[tenant_of(sequence)] = self.totals[tenant_of(sequence)]
 
 
 def simulate(r: random.Random, num_arrivals: int, num_tenants: int, max_prompt: int) -> tuple[int, int]:
@@ -352,8 +360,7 @@ def simulate(r: random.Random, num_arrivals: int, num_tenants: int, max_prompt: 
                     queue.model.count(sequence, 1)
                     grants.totals[tenant_of(sequence)] += 1
         while len(running) < 6 and (chosen := queue.next(lambda _: False)) is not None:
-            grants.check(chosen)
-            grants.totals[tenant_of(chosen)] += len(chosen.token_ids) if queue.is_contended else 0
+            grants.start(chosen)
             queue.take(chosen)
             running.append(chosen)
     return num_contended, longest

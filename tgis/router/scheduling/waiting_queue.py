@@ -148,7 +148,7 @@ class WaitingQueue:
                     num_used -= QUANTUM
                     least = num_used if least is None else min(least, num_used)
             assert least is not None, "a sequence is not held"
-            self._repay(least // QUANTUM)  # at once, because the next rounds would only repay
+            self._repay(least // QUANTUM * QUANTUM)  # at once, because the next rounds would only repay
 
     def _end_turn(self, name: str) -> None:
         tenant = self._ring[name]
@@ -158,9 +158,12 @@ class WaitingQueue:
         else:
             del self._ring[name]
 
-    def _repay(self, num_rounds: int) -> None:
-        for tenant in self._ring.values():
-            tenant.num_used = max(tenant.num_used - num_rounds * QUANTUM, 0)
+    def _repay(self, num_tokens: int) -> None:
+        """Repay tokens of every tenant, and forget ended tenants without excess."""
+        for name, tenant in list(self._ring.items()):
+            tenant.num_used = max(tenant.num_used - num_tokens, 0)
+            if not tenant.num_live and not tenant.num_used:
+                del self._ring[name]
 
     def _remove(self, sequence: Sequence) -> None:
         if self._returned and sequence in self._returned:
@@ -184,10 +187,7 @@ class WaitingQueue:
         is_contended = self._num_waiting > 0 and len(self._ring) > 1
         if self.is_contended and not is_contended:
             self._chosen.clear()
-            for name, tenant in list(self._ring.items()):
-                tenant.num_used = 0
-                if not tenant.num_live:
-                    del self._ring[name]
+            self._repay(max((tenant.num_used for tenant in self._ring.values()), default=0))
         self.is_contended = is_contended
 
 
