@@ -86,9 +86,7 @@ def add_result(result: Result, digest: str, path: Path = DATA) -> None:
     if path.is_file():
         content = json.loads(path.read_text())
     if content["texts"] != digest:
-        raise BenchError(
-            f"{path} has results for other texts: measure with the Python version that it is from"
-        )
+        raise BenchError(f"{path} has results for the texts of another Python version")
     key = _key(asdict(result))
     kept = [each for each in content["results"] if _key(each) != key]
     kept.append(asdict(result))
