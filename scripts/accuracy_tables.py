@@ -3,15 +3,14 @@
 A table stands between `<!-- accuracy: NAME -->` and `<!-- end of accuracy -->`."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.accuracy.results import Result, read_results
-from bench.accuracy.variants import REFERENCE, VARIANTS, Variant
+from bench.accuracy.variants import REFERENCE, VARIANTS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-BLOCK = re.compile(r"(<!-- accuracy: (\w+) -->\n).*?(\n<!-- end of accuracy -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- accuracy: (\w+) -->\n).*?(<!-- end of accuracy -->)", re.DOTALL)
 TITLES = {"SmolLM2-135M-Instruct": "SmolLM2", "gemma-3-270m": "Gemma 3"}
 # Precisions that the page about tuning compares.
 SUMMARY = (
@@ -47,7 +46,7 @@ def replace_tables(page: str, results: list[Result]) -> str:
         "summary": lambda: _make_summary(results),
         "tokens": lambda: _describe_tokens(results),
     }
-    return BLOCK.sub(lambda found: f"{found[1]}\n{makers[found[2]]()}\n{found[3]}", page)
+    return BLOCK.sub(lambda found: f"{found[1]}\n{makers[found[2]]()}\n\n{found[3]}", page)
 
 
 def _make_full(table: str, results: list[Result]) -> str:
@@ -92,16 +91,13 @@ def _make_noised(results: list[Result]) -> str:
 def _make_summary(results: list[Result]) -> str:
     head = ["precision", *(f"perplexity of {title}, relative to `float32`" for title in TITLES.values())]
     by_key = {(each.model, each.variant): each for each in results if each.weights == "original"}
-    rows = [
-        [variant.label, *(_format_ratio(by_key.get((model, variant.name))) for model in TITLES)]
-        for variant in _find_summarized()
-    ]
+    labels = {variant.name: variant.label for variant in VARIANTS}
+    rows = []
+    for name in SUMMARY:
+        found = [by_key.get((model, name)) for model in TITLES]
+        if any(found):
+            rows.append([labels[name], *map(_format_ratio, found)])
     return _format_table(head, rows)
-
-
-def _find_summarized() -> Iterator[Variant]:
-    by_name = {variant.name: variant for variant in VARIANTS}
-    return (by_name[name] for name in SUMMARY)
 
 
 def _describe_tokens(results: list[Result]) -> str:
