@@ -394,7 +394,7 @@ def simulate(r: random.Random, num_arrivals: int, num_tenants: int, max_prompt: 
         num_new = r.choice([0, 1, 2, 6]) if len(queue) < 60 else 0
         for _ in range(min(num_arrivals, num_new)):
             num_arrivals -= 1
-            size = r.choice([1, r.randint(1, 50), r.randint(1, max_prompt)])
+            size = r.choice([1, r.randint(1, 40), r.randint(1, max_prompt)])
             sequence = Sequence([0] * size, Stopping(1), cache_salt=CacheSalt(r.choices(names, weights)[0]))
             queue.add(sequence)
             grants.watch(sequence)
