@@ -133,7 +133,7 @@ def _check_ports(values: Mapping[str, Any]) -> None:
 def _check_trusted_key(key: str | None) -> None:
     if key is None:
         return
-    is_reserved = key.startswith((":", "grpc-", "tgis-")) or key.endswith("-bin") or key == "authorization"
+    is_reserved = key.startswith(("grpc-", "tgis-")) or key.endswith("-bin") or key == "authorization"
     if is_reserved or not METADATA_KEY.fullmatch(key):
         raise SettingsError(
             f"trust_metadata: {key} is not a key of text metadata in lower case that a gateway may use"

@@ -162,18 +162,8 @@ class _Router:
             self._tokenizer,
             self._vocabulary,
             Accounting(metrics, self._tracing, config.log_text_chars),
-            self._rules_of,
+            _tenant_rules(config, self._tokens),
         )
-
-    def _rules_of(self, tenant: str) -> TenantRules:
-        config, tokens = self._config, self._tokens
-        default = TenantRules(
-            config.priority_floor,
-            config.tenant_requests_per_minute,
-            config.tenant_tokens_per_minute,
-            config.tenant_concurrent_requests,
-        )
-        return default if tokens is None else tokens.rules_of(tenant, default)
 
     def _scrape(self) -> Render:
         if self._config.metrics_dir is None:
@@ -351,6 +341,19 @@ class _Router:
 def _adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
     roots = (config.adapter_roots or "").split(os.pathsep)
     return tuple(filter(None, roots)) if config.runtime_adapters else None
+
+
+def _tenant_rules(config: RouterConfig, tokens: BearerTokens | None) -> Callable[[str], TenantRules]:
+    """Return a function that returns a tenant's rules."""
+    default = TenantRules(
+        config.priority_floor,
+        config.tenant_requests_per_minute,
+        config.tenant_tokens_per_minute,
+        config.tenant_concurrent_requests,
+    )
+    if tokens is None:
+        return lambda tenant: default
+    return lambda tenant: tokens.rules_of(tenant, default)
 
 
 def _served_names(config: RouterConfig) -> tuple[str, ...]:

@@ -304,6 +304,57 @@ def test_two_tenants_with_loads_of_ten_to_one(
     assert index >= 0.95 if has_tenants else index < 0.95
 
 
+@pytest.mark.parametrize("has_tenants", [True, False])
+def test_short_prompts_of_others_do_not_wait_for_a_long_one(has_tenants: bool) -> None:
+    """Expect each within the next step, and half of every step for the long prompt. A tenant's own short
+    prompts wait, as without tenants."""
+    service = open_service(4000, 8)
+    service.budget = 100
+    long = Sequence(list(range(2000)), Stopping(1), cache_salt=CacheSalt("long"))
+    service.scheduler.add(long)
+    service.step()
+    started, num_steps = list[bool](), 1
+    while long in service.scheduler.running:
+        short = Sequence(
+            [10**4 + num_steps] * 20, Stopping(1), cache_salt=CacheSalt("x" if has_tenants else "long")
+        )
+        service.scheduler.add(short)
+        step = service.step()
+        assert step is not None
+        started.append(short in step.opened)
+        num_steps += 1
+        computed = sum(work.end - work.start for work in step.work if work.sequence is long)
+        assert computed >= 50 or long not in service.scheduler.running
+    if has_tenants:
+        assert all(started)
+        assert num_steps == 1 + 1900 // 80 + 1
+    else:
+        assert not any(started[:-1])
+        assert num_steps == 20
+
+
+def test_long_prompts_are_computed_one_after_the_other() -> None:
+    service = open_service(4000, 8)
+    service.budget = 100
+    prompts = [list(range(size)) for size in (1000, 51, 50)]
+    first, long, short = (
+        Sequence(prompt, Stopping(1), cache_salt=CacheSalt(name))
+        for name, prompt in zip("abc", prompts, strict=True)
+    )
+    service.scheduler.add(first)
+    service.step()
+    service.scheduler.add(long)
+    service.step()
+    service.scheduler.add(short)
+    started = list[Sequence]()
+    while first in service.scheduler.running:
+        step = service.step()
+        assert step is not None
+        started += step.opened
+    assert started in ([], [long], [long, short]), "the turn of the long prompt is not skipped"
+    assert not started or step.opened == started, "both start when the first is finished"
+
+
 class Grants:
     """Tokens counted for each tenant, and the bound for those that start while a sequence waits."""
 
@@ -343,7 +394,7 @@ def simulate(r: random.Random, num_arrivals: int, num_tenants: int, max_prompt: 
         num_new = r.choice([0, 1, 2, 6]) if len(queue) < 60 else 0
         for _ in range(min(num_arrivals, num_new)):
             num_arrivals -= 1
-            size = r.choice([1, r.randint(1, 50), r.randint(1, max_prompt)])
+            size = r.choice([1, r.randint(1, 40), r.randint(1, max_prompt)])
             sequence = Sequence([0] * size, Stopping(1), cache_salt=CacheSalt(r.choices(names, weights)[0]))
             queue.add(sequence)
             grants.watch(sequence)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 from functools import partial
+from itertools import islice
 
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.crash_suspects import CrashSuspects
@@ -91,11 +92,18 @@ class Scheduler:
         decodes = list(self._continue_decoding(max_prompt_tokens // 2))
         if self._proposer is not None:
             max_prompt_tokens -= sum(item.drafts.max_tokens for item in decodes)
-        prompts = list(self._continue_prompts(max_prompt_tokens))
-        newcomers: list[WorkItem] = []
-        if self.num_preemptions == num_preemptions:  # admit no sequences while there are too few blocks
+        num_running, newcomers = len(self.running), list[WorkItem]()
+        may_admit = self.num_preemptions == num_preemptions  # otherwise there are too few blocks
+        if may_admit and self.waiting.is_contended:
+            # Short prompts of other tenants do not wait for a long one, which gets the other half.
+            newcomers += self._admit_waiting(max_prompt_tokens // 2, is_alone=False, must_fit=True)
+            max_prompt_tokens -= sum(
+                item.sequence.num_to_encode + item.end - item.start for item in newcomers
+            )
+        prompts = list(self._continue_prompts(max_prompt_tokens, num_running))
+        if may_admit:
             budget = max_prompt_tokens - sum(item.end - item.start for item in prompts)
-            newcomers += self._admit_waiting(budget, is_alone=not prompts)
+            newcomers += self._admit_waiting(budget, is_alone=not prompts and not newcomers)
         return self._send(decodes, prompts, newcomers) if decodes or prompts or newcomers else None
 
     def apply_answer(self, step: Step, num_proposed: int = 0) -> None:
@@ -213,9 +221,10 @@ class Scheduler:
         max_drafts = count_allowed_drafts(self.pool, sequence, len(self.running), self._rope_switch_len)
         return proposer.propose(sequence, max_drafts)
 
-    def _continue_prompts(self, budget: int) -> Iterator[WorkItem]:
-        """Continue partly computed prompts, which took their blocks at admission."""
-        for sequence in self.running:
+    def _continue_prompts(self, budget: int, num_running: int) -> Iterator[WorkItem]:
+        """Continue partly computed prompts, which took their blocks at admission. The first `num_running`
+        sequences were admitted in earlier steps."""
+        for sequence in islice(self.running, num_running):
             if budget <= 0:
                 return
             if sequence.num_pending > 1:
@@ -223,19 +232,22 @@ class Scheduler:
                 budget -= end - sequence.num_scheduled
                 yield self._plan(sequence, end, [])
 
-    def _admit_waiting(self, budget: int, is_alone: bool) -> Iterator[WorkItem]:
+    def _admit_waiting(self, budget: int, is_alone: bool, must_fit: bool = False) -> Iterator[WorkItem]:
         """Admit waiting sequences in the queue's order. A sequence that does not fit blocks those behind it,
-        so that none starves. A sequence that waits for a sibling blocks none and keeps its place."""
+        so that none starves. A sequence that waits for a sibling blocks none and keeps its place. With
+        `must_fit`, only sequences are admitted whose prompt can be computed within the budget."""
         waiting, is_held = self.waiting, partial(waits_for_sibling, self.pool)
         while budget > 0 and self.rows.num_free and (sequence := waiting.next(is_held)) is not None:
-            work = self._admit(sequence, budget, is_alone)
+            work = self._admit(sequence, budget, is_alone, must_fit)
             if work is None:
                 return
             is_alone = False
             budget -= sequence.num_to_encode + work.end - work.start
             yield work
 
-    def _admit(self, sequence: Sequence, budget: int, is_alone: bool) -> WorkItem | None:
+    def _admit(
+        self, sequence: Sequence, budget: int, is_alone: bool, must_fit: bool = False
+    ) -> WorkItem | None:
         """Admit a waiting sequence, or return None if it cannot begin now. Encoder input is computed as a
         whole, and may exceed the budget only if `is_alone`, that is, if the step has no other prompt work."""
         if sequence in self._last_step:
@@ -243,6 +255,9 @@ class Scheduler:
         sequence.is_long = 0 < self._rope_switch_len < len(sequence.token_ids)
         cached = find_cached(self.pool, sequence)
         if cached.num_to_encode >= budget and not is_alone:
+            return None
+        num_cached = len(cached.blocks) * self.pool.block_size
+        if must_fit and cached.num_to_encode + sequence.num_tokens - num_cached > budget:
             return None
         if not self._take_blocks_and_row(sequence, cached):
             return None

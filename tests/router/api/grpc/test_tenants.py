@@ -16,6 +16,7 @@ from tests.support.router.messages import batch, single, stopping
 from tests.support.router.served_grpc import ServedGrpc, open_channel, open_grpc, status_of
 from tests.support.router.served_http import open_http
 from tests.support.tls_files import Files, credentials
+from tgis.config.checks import Setting, SettingsError, check
 from tgis.router.api.bearer_tokens import CHECK_INTERVAL_S, BearerTokens
 from tgis.router.api.tenants import TenantRules, TokenHolder
 from tgis.router.errors import StartupError
@@ -127,6 +128,15 @@ async def test_a_gateway_names_the_tenant(tmp_path: Path, tokens_path: Path) -> 
             assert [spec.cache_salt.tenant for spec in served.take_specs()] == [expected]
         call = served.stub.Generate(batch("a", **ONE), metadata=[("x-tenant", "initech")])
         assert (await status_of(call))[0] is REFUSED, "a name is no token"
+
+
+@pytest.mark.parametrize(
+    "key", ["", "X-Tenant", "x tenant", "tgis-tenant", "grpc-x", "x-bin", "authorization"]
+)
+def test_keys_that_a_gateway_cannot_use(key: str) -> None:
+    assert check({"trust_metadata": Setting("x-tenant")}, (), ()) == []
+    with pytest.raises(SettingsError, match="trust_metadata: "):
+        check({"trust_metadata": Setting(key)}, (), ())
 
 
 async def test_a_gateway_names_the_tenant_over_http(tmp_path: Path, tokens_path: Path) -> None:
