@@ -107,10 +107,11 @@ gemma: $(GEMMA)  ## Download Gemma 3 270M for some slow tests, under Gemma's ter
 test-all: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run all tests, including slow ones
 	$(BIN)/pytest -m "not deploy and not browser" $(SPREAD)
 
-deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed  ## Test deployment/; needs kubectl, npm and apt; MARKS='deploy and not slow'
+deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed $(VENV)-gateway/installed  ## Test deployment/; needs kubectl, npm and apt; MARKS='deploy and not slow'
 	scripts/fetch_prometheus.sh
 	scripts/fetch_systemd.sh
-	PATH="$(abspath $(BIN)):$(abspath $(VENV)-deploy/bin):$$PATH" \
+	scripts/fetch_haproxy.sh
+	PATH="$(abspath $(BIN)):$(abspath $(VENV)-deploy/bin):$(abspath $(VENV)-gateway/bin):$$PATH" \
 		$(BIN)/pytest -m "$(MARKS)" $(SPREAD) integration_tests/deployment
 
 chaos: $(VENV)/installed-dev  ## Run traffic under random faults for ten minutes; CHAOS='--minutes 2 --seed 7'

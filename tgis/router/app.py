@@ -131,6 +131,7 @@ class _Router:
         self._load = RecentLoad(partial(read_engine_load, self._metrics, self._engine.gauges))
         rates = RequestRates(self._metrics, config.metrics_dir)
         self._load_reports = LoadReports(self._load.read, rates, config.max_batch_size)
+        self._load_service = LoadService(self._load_reports)
         self._limits = _limits(config)
         self._service = self._build_service()
         self._template = self._load_template()
@@ -218,7 +219,7 @@ class _Router:
             if interface.add_servicer is not None:
                 interface.add_servicer(server, self._parts)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        add_OpenRcaServiceServicer_to_server(LoadService(self._load_reports), server)
+        add_OpenRcaServiceServicer_to_server(self._load_service, server)
         services = (*self._rpc_services, HEALTH, LOAD_REPORTS, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, server)
         return server
@@ -301,6 +302,7 @@ class _Router:
         has_callers = self._health.num_watches > 0 or self._has_given_up
         self._health.drain()
         self._pacing.end()
+        self._load_service.end()
         if has_callers and not engine.done():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._aborting.wait(), DRAIN_NOTICE_S)

@@ -86,9 +86,10 @@ def faults(file: Containerfile, scripts: Collection[str], made_by_steps: str) ->
 
 
 def _faults_of_bases(file: Containerfile) -> Iterator[str]:
-    for stage in file.stages:
+    for position, stage in enumerate(file.stages):
         _, colon, tag = stage.base.rpartition(":")
-        if not colon or tag in ("", "latest"):
+        is_stage = stage.base in {earlier.name for earlier in file.stages[:position]}
+        if not is_stage and (not colon or tag in ("", "latest")):
             yield f"{stage.base} is not pinned"
 
 

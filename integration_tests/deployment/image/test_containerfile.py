@@ -66,6 +66,19 @@ def test_our_own_rules_report_violations(ours: str, broken: str, fault: str) -> 
     assert any(fault in one for one in list_faults(TEXT.replace(ours, broken)))
 
 
+def test_the_image_of_the_gateway() -> None:
+    """Its packages are those of `make gateway`, and its last stage has no installer."""
+    text = Path("deployment/gateway/Containerfile").read_text()
+    checked = lint(text)
+    assert (checked.returncode, checked.stdout) == (0, "")
+    file = read(text)
+    assert list(faults(file, ["smg"], "")) == []
+    assert not file.final.all("RUN")
+    [lock] = [text for stage in file.stages for text in stage.all("COPY") if not text.startswith("--from")]
+    assert Path("locks", lock.split()[0]).is_file()
+    assert "--require-hashes" in " ".join(file.stages[1].all("RUN"))
+
+
 def test_it_suits_manifests_of_tgis() -> None:
     final = read(TEXT).final
     env = final.pairs("ENV")
@@ -109,6 +122,7 @@ def test_scripts_are_plain_shell() -> None:
     shellcheck = shutil.which("shellcheck") or pytest.skip(
         "shellcheck is not installed: make deploy-check installs it"
     )
-    scripts = ["deployment/build.sh", "scripts/image_root.sh", "scripts/lock.sh", "scripts/fetch_systemd.sh"]
+    scripts = ["deployment/build.sh", "scripts/image_root.sh", "scripts/lock.sh"]
+    scripts += ["scripts/fetch_haproxy.sh", "scripts/fetch_systemd.sh"]
     checked = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout

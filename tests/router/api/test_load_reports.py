@@ -18,7 +18,7 @@ from tests.support.router.served_grpc import ServedGrpc, open_grpc, status_of
 from tests.support.router.served_http import MODEL, open_http
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import orca_pb2
-from tgis.pb.orca_pb2_grpc import add_OpenRcaServiceServicer_to_server
+from tgis.pb.orca_pb2_grpc import OpenRcaServiceStub, add_OpenRcaServiceServicer_to_server
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.grpc import load_service
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
@@ -181,18 +181,34 @@ async def test_http_responses_have_them_in_a_header(tmp_path: Path) -> None:
             assert await asyncio.to_thread(post, path, form, max_tokens=2) is None
 
 
-async def test_the_service_reports_at_once_and_then_in_intervals() -> None:
+async def test_the_service_reports_at_once_and_then_in_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals without a meaning are the shortest or the longest one."""
+    monkeypatch.setattr(load_service, "MIN_INTERVAL_S", 0.1)
     async with serve_health(EngineLoad(1, 0, 0.25), True) as port:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stream = channel.unary_stream(
-                "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics",
-                request_serializer=lambda request: request.SerializeToString(),
-                response_deserializer=orca_pb2.OrcaLoadReport.FromString,
-            )
-            for seconds in (0, -5, 2**62):
+            for seconds, num_reports in ((0, 3), (-5, 3), (2**62, 1)):
                 request = orca_pb2.OrcaLoadReportRequest()
                 request.report_interval.seconds = seconds
-                call = stream(request)
-                report = await call.read()
-                assert dict(report.named_metrics)["kv_cache_usage_perc"] == 0.25
+                call = OpenRcaServiceStub(channel).StreamCoreMetrics(request)
+                for _ in range(num_reports):
+                    assert (await call.read()).named_metrics["kv_cache_usage_perc"] == 0.25
                 call.cancel()
+
+
+async def test_streams_of_reports_end_when_the_service_stops() -> None:
+    async def read() -> EngineLoad:
+        return EngineLoad(0, 0, 0)
+
+    rates = RequestRates(Metrics(MetricLimits(100, 99, 8)), None)
+    service = LoadService(LoadReports(read, rates, MAX_BATCH_SIZE))
+    server = grpc.aio.server()
+    add_OpenRcaServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = OpenRcaServiceStub(channel).StreamCoreMetrics(orca_pb2.OrcaLoadReportRequest())
+        await call.read()
+        service.end()
+        async with asyncio.timeout(0.8):  # less than the interval
+            assert await call.read() is grpc.aio.EOF
+    await server.stop(None)

@@ -34,6 +34,9 @@ def play(router: Setup, **fields: object) -> HttpReply:
 def test_a_further_api_is_served_by_its_own_rules(router: Setup) -> None:
     reply = play(router, heat=0.25)
     assert (reply.status, reply.json["tokens"]) == (200, 3), reply.text
+    body = {"text": "a b c"}
+    reply = exchange(f"{router.http}/toy/play", body, {"endpoint-load-metrics-format": "TEXT"})
+    assert reply.headers["endpoint-load-metrics"].startswith("TEXT named_metrics.kv_cache_usage_perc=")
     reply = play(router, heat=1.75)
     assert (reply.status, reply.text) == (418, "toy: a toy must not get hot")
 

@@ -20,6 +20,8 @@ from tests.support.router.model_of_contents import Item
 from tests.support.router.model_of_shard import integers
 from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, Setup
 from tgis.pb import generation_pb2 as pb
+from tgis.pb.orca_pb2 import OrcaLoadReportRequest
+from tgis.pb.orca_pb2_grpc import OpenRcaServiceStub
 
 
 def test_unary_answer(router: Setup) -> None:
@@ -399,7 +401,10 @@ def test_health_and_reflection(router: Setup) -> None:
     reflection = reflection_pb2_grpc.ServerReflectionStub(router.channel)
     ask = reflection_pb2.ServerReflectionRequest(list_services="")
     [answer] = reflection.ServerReflectionInfo(iter([ask]))
-    assert "fmaas.GenerationService" in {s.name for s in answer.list_services_response.service}
+    names = {service.name for service in answer.list_services_response.service}
+    assert {"fmaas.GenerationService", "xds.service.orca.v3.OpenRcaService"} <= names
+    report = next(OpenRcaServiceStub(router.channel).StreamCoreMetrics(OrcaLoadReportRequest()))
+    assert report.named_metrics["num_requests_waiting"] == 0
 
 
 def test_http(router: Setup) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -19,12 +20,18 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class LoadService(OpenRcaServiceServicer):
     def __init__(self, reports: LoadReports) -> None:
         self._reports = reports
+        self._has_ended = asyncio.Event()
+
+    def end(self) -> None:
+        """End all streams, which would otherwise delay the end of the server."""
+        self._has_ended.set()
 
     async def StreamCoreMetrics(
         self, request: pb.OrcaLoadReportRequest, context: Context
     ) -> AsyncGenerator[pb.OrcaLoadReport, None]:
         interval = request.report_interval
-        interval_s = interval.seconds + interval.nanos / 1e9
-        while True:
+        interval_s = min(max(interval.seconds + interval.nanos / 1e9, MIN_INTERVAL_S), MAX_INTERVAL_S)
+        while not self._has_ended.is_set():
             yield await self._reports.read()
-            await asyncio.sleep(min(max(interval_s, MIN_INTERVAL_S), MAX_INTERVAL_S))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_ended.wait(), interval_s)

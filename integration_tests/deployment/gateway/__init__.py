@@ -1,0 +1,1 @@
+"""Runs the Shepherd Model Gateway as deployment/gateway does, without a cluster."""
