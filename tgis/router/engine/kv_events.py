@@ -146,7 +146,7 @@ class KvEvents:
                 self._replay = self._bind(
                     "kv_events_replay_endpoint", zmq.ROUTER, replay_endpoint, HISTORY + 1
                 )
-                asyncio.get_running_loop().add_reader(self._replay.getsockopt(zmq.FD), self._answer)
+                asyncio.get_running_loop().add_reader(self._replay.fileno(), self._answer)
         except StartupError:
             self.close()
             raise
@@ -160,7 +160,7 @@ class KvEvents:
         if self._recorder is not None:
             self._recorder.discard(self._publish)
         if self._replay is not None:
-            asyncio.get_running_loop().remove_reader(self._replay.getsockopt(zmq.FD))
+            asyncio.get_running_loop().remove_reader(self._replay.fileno())
         self._context.destroy(linger=0)
 
     def _bind(self, option: str, kind: int, endpoint: str, max_queued: int) -> "zmq.Socket[bytes]":
@@ -180,7 +180,7 @@ class KvEvents:
     def _answer(self) -> None:
         """Answer all replay requests. The descriptor reports only that the socket's state has changed."""
         assert self._replay is not None
-        while self._replay.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while self._replay.poll(0):
             match self._replay.recv_multipart(zmq.NOBLOCK):
                 case [client, delimiter, start] if len(start) == 8:
                     answers = [message.frames for message in self._log.replay(int.from_bytes(start, "big"))]
