@@ -47,7 +47,7 @@ SPACE := $(subst ,, )
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs
 
 SOURCES := tgis tests integration_tests bench scripts
-PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/build_protos.py
+PACKAGING := pyproject.toml $(wildcard protos/*.proto) scripts/build_protos.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install run gateway lock check audit gemma test test-all chaos clients playground-test bench bench-apis bench-router bench-peers bench-tuning

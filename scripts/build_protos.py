@@ -3,11 +3,12 @@ and as a script for `make protos`."""
 
 import sys
 from importlib.metadata import distribution
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("generation", "shard")
+NAMES = ("generation", "orca", "shard")
 
 
 def generate(root: Path) -> None:
@@ -21,6 +22,7 @@ def generate(root: Path) -> None:
         # A virtual path: the folder protos/ becomes the package tgis.pb, so generated imports are absolute.
         arguments = [
             f"-Itgis/pb={root / 'protos'}",
+            f"-I{files('grpc_tools') / '_proto'}",  # the messages that protobuf itself has
             f"--python_out={made}",
             f"--pyi_out={made}",
             f"--grpc_python_out={made}",

@@ -22,6 +22,7 @@ of them contains the text of a request.
 | health | `/health`, `/live`, gRPC's health service | whether the service is ready, whether it is alive ([reliability](reliability.md)) |
 | logs | stderr; [`--json-output`](#logs) for machines | one line per input, with its ids, counts, times and result |
 | traces | `--otlp-endpoint` | one span per call |
+| load | with each call, or gRPC's `OpenRcaService` | how busy the service is, [for load balancers](#load-for-balancers) |
 | terminal | `tgis top` | the metrics of one instance, updated every second |
 | dashboard | `deployment/monitoring/dashboard.json` | for Grafana; import it and choose a Prometheus |
 | rules | `deployment/monitoring/rules.yaml` | recorded series and alerts, for Prometheus |
@@ -98,6 +99,44 @@ reasons, and the times in the queue, to the first token and of computation, but 
 [router workers](router-workers.md) the resource attribute `service.instance.id` is `router-worker-N`. A slow or dead
 collector does not delay calls. `deployment/monitoring/opentelemetry` has the configuration of a collector for traces
 and metrics, and a kustomize component that sets the variables for sending traces to it.
+
+## Load for balancers
+
+Load balancers that know how busy each service is can spread calls by it. The service reports its load in the form of
+[ORCA](https://github.com/cncf/xds/blob/main/xds/data/orca/v3/orca_load_report.proto), which gRPC's clients and Envoy
+read:
+
+| who asks | how | where the report is |
+|---|---|---|
+| a call over HTTP | header `endpoint-load-metrics-format: TEXT`, `JSON` or `BIN` | header `endpoint-load-metrics` |
+| a call over gRPC | metadata `endpoint-load-metrics-format: BIN` | trailing metadata `endpoint-load-metrics-bin` |
+| a call over gRPC | metadata `endpoint-load-metrics-format: TEXT` or `JSON` | trailing metadata `endpoint-load-metrics` |
+| a client of gRPC's `xds.service.orca.v3.OpenRcaService` | `StreamCoreMetrics` with an interval of one second or more | messages of the stream |
+
+```
+endpoint-load-metrics: TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.num_requests_running=3.0, …
+```
+
+Only successful calls get a report. Responses over HTTP report the load at their start, gRPC calls at their end. A
+report describes the whole service, also with several router workers:
+
+| field | meaning |
+|---|---|
+| `named_metrics.kv_cache_usage_perc` | fraction of the cache's blocks in use |
+| `named_metrics.num_requests_running`, `named_metrics.num_requests_waiting` | inputs in the batch, and inputs that wait |
+| `application_utilization` | the larger of the cache's usage and of all these inputs divided by `--max-batch-size`; above 1 if inputs wait for a place |
+| `rps_fractional` | inputs per second that ended, over the last ten seconds |
+| `eps` | requests per second that were refused for overload, failed, or got no token in time |
+
+gRPC's policy `weighted_round_robin` sends each service calls in proportion to its requests per second divided by its
+utilization. Set it in the client's service config; it needs no proxy and no further metadata:
+
+```json
+{"loadBalancingConfig": [{"weighted_round_robin": {"enableOobLoadReport": true, "oobReportingPeriod": "1s"}}]}
+```
+
+The stream needs a token if the service has bearer tokens, and gRPC's policy sends none: use mutual TLS, or metadata
+with each call.
 
 ## Recorded series
 

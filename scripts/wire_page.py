@@ -31,8 +31,8 @@ INTRODUCTION = f"""\
 This page describes the gRPC API: calls, the order of a stream, metadata, and every message and field.
 The service provides `fmaas.GenerationService` on port 8033; `protos/generation.proto` defines it. Names, numbers and
 types are those of TGIS, with the additions of vllm-tgis-adapter, and do not change. The port also serves gRPC health
-(`""` and `fmaas.GenerationService`) and reflection. The maximum size of a request is
-{PortOptions.max_message_bytes >> 20} MiB (`--max-message-bytes`).
+(`""` and `fmaas.GenerationService`), reflection, and [reports of the load](observability.md#load-for-balancers). The maximum
+size of a request is {PortOptions.max_message_bytes >> 20} MiB (`--max-message-bytes`).
 """
 STREAM = """\
 ## Messages of a stream

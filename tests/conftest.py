@@ -16,7 +16,8 @@ def frozen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     arguments = ("build", str(WIRE / request.param), "--as-file-descriptor-set", "-o", str(image))
     result = buf(*arguments, home=directory)
     assert result.returncode == 0, result.stderr
-    [file] = descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()).file
+    files = descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()).file
+    [file] = [file for file in files if file.name == "generation.proto"]
     file.name = f"{request.param}.proto"
     pool = DescriptorPool()
     pool.Add(file)

@@ -1,5 +1,6 @@
 """Checks the options given to a command, and applies other servers' option names to them."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from tgis.config.network import split_names
 from tgis.errors import OperatorError
 
 DEFAULT = "default"
+METADATA_KEY = re.compile("[a-z0-9._-]+")
 OTHER_ENGINES = (
     "use tgis_native, the service's own engine, or hf_transformers, or leave the option out to let the "
     "service choose"
@@ -103,6 +105,7 @@ def check(settings: Mapping[str, Setting], http_apis: Sequence[str], grpc_apis: 
     _check_properties(values)
     _check_ports(values)
     _check_tls(values)
+    _check_trusted_key(values.get("trust_metadata"))
     _check_grpc_api(values, grpc_apis)
     _check_kv_events(values)
     _check_http_api(values, http_apis)
@@ -124,6 +127,16 @@ def _check_ports(values: Mapping[str, Any]) -> None:
     if is_public and values["port"] == values["grpc_port"] != 0:
         raise SettingsError(
             f"port and grpc_port are both {values['port']}: HTTP and gRPC need separate ports"
+        )
+
+
+def _check_trusted_key(key: str | None) -> None:
+    if key is None:
+        return
+    is_reserved = key.startswith((":", "grpc-", "tgis-")) or key.endswith("-bin") or key == "authorization"
+    if is_reserved or not METADATA_KEY.fullmatch(key):
+        raise SettingsError(
+            f"trust_metadata: {key} is not a key of text metadata in lower case that a gateway may use"
         )
 
 

@@ -89,7 +89,13 @@ class PortOptions:
     )
     auth_tokens_path: str | None = option(
         "File of bearer tokens, one per line, as TOKEN, `tenant NAME TOKEN` or `operator TOKEN`; every call "
-        "must send one of them; unset: calls need no token.",
+        "must send one of them; unset: calls need no token. Lines `limits NAME` set limits of tenants.",
+        None,
+        group=Group.TLS,
+    )
+    trust_metadata: str | None = option(
+        "Metadata key over gRPC, and header over HTTP, in which a gateway names the tenant of a call; every "
+        "client that reaches the ports is trusted with it. Unset: none.",
         None,
         group=Group.TLS,
     )

@@ -22,20 +22,26 @@ from tgis.config.serving import SERVICE_NAME
 from tgis.net.addresses import http_url, local_host
 from tgis.net.ports import PortError, reserve
 from tgis.net.tls import Certificates, port_certificates
+from tgis.pb.orca_pb2_grpc import add_OpenRcaServiceServicer_to_server
 from tgis.process.child import GIVE_UP
 from tgis.process.heartbeat import send_heartbeats
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, warn_if_unprotected
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
+from tgis.router.api.grpc.gateway_interceptor import GatewayInterceptor
 from tgis.router.api.grpc.health import NAME as HEALTH
 from tgis.router.api.grpc.health import Health
+from tgis.router.api.grpc.load_interceptor import LoadInterceptor
+from tgis.router.api.grpc.load_service import NAME as LOAD_REPORTS
+from tgis.router.api.grpc.load_service import LoadService
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.api.grpc.unsent_answers import shorten_send_errors
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.http.serving.ports import HttpPorts
+from tgis.router.api.load_reports import LoadReports
 from tgis.router.api.models import Models, served_names
 from tgis.router.api.registry import (
     build_http_apis,
@@ -44,6 +50,7 @@ from tgis.router.api.registry import (
     served_interfaces,
 )
 from tgis.router.api.service import GenerationService
+from tgis.router.api.tenants import TenantRules
 from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate, load_template
@@ -51,8 +58,9 @@ from tgis.router.configured_metrics import open_metrics
 from tgis.router.engine.handle import EngineHost, EngineInfo
 from tgis.router.engine.local_engine import LocalEngine
 from tgis.router.grammar.compiler import GrammarCompiler
-from tgis.router.metrics.engine_load import read_engine_load
+from tgis.router.metrics.engine_load import RecentLoad, read_engine_load
 from tgis.router.metrics.metrics import Metrics
+from tgis.router.metrics.request_rates import RequestRates
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
 from tgis.router.metrics.scrape import Render, keep_published, render_all, render_process
 from tgis.router.remote.remote_engine import RemoteEngine
@@ -119,6 +127,10 @@ class _Router:
         # This refuses an unsupported kind of tokenizer before the shards have loaded.
         self._vocabulary(True, frozenset())
         self._engine = open_engine(config, self._metrics, self._health.set)
+        self._tokens = BearerTokens(config.auth_tokens_path) if config.auth_tokens_path else None
+        self._load = RecentLoad(partial(read_engine_load, self._metrics, self._engine.gauges))
+        rates = RequestRates(self._metrics, config.metrics_dir)
+        self._load_reports = LoadReports(self._load.read, rates, config.max_batch_size)
         self._limits = _limits(config)
         self._service = self._build_service()
         self._template = self._load_template()
@@ -133,6 +145,8 @@ class _Router:
             self._certificates,
             self._scrape(),
             self._memory,
+            self._load_reports,
+            self._tokens,
         )
 
     def _is_ready(self) -> bool:
@@ -148,7 +162,18 @@ class _Router:
             self._tokenizer,
             self._vocabulary,
             Accounting(metrics, self._tracing, config.log_text_chars),
+            self._rules_of,
         )
+
+    def _rules_of(self, tenant: str) -> TenantRules:
+        config, tokens = self._config, self._tokens
+        default = TenantRules(
+            config.priority_floor,
+            config.tenant_requests_per_minute,
+            config.tenant_tokens_per_minute,
+            config.tenant_concurrent_requests,
+        )
+        return default if tokens is None else tokens.rules_of(tenant, default)
 
     def _scrape(self) -> Render:
         if self._config.metrics_dir is None:
@@ -183,24 +208,28 @@ class _Router:
             config,
             self._is_ready,
             adapter_roots=_adapter_roots(config),
-            load=partial(read_engine_load, self._metrics, self._engine.gauges),
+            load=self._load.read,
             watching=self._health.watching,
         )
 
     def _build_server(self) -> grpc.aio.Server:
         config, failures = self._config, self._metrics.request_failure
         interceptors: list[grpc.aio.ServerInterceptor] = [
-            ErrorInterceptor(self._slow_clients, self._pacing, self._memory, failures)
+            LoadInterceptor(self._load_reports),
+            ErrorInterceptor(self._slow_clients, self._pacing, self._memory, failures),
         ]
-        if config.auth_tokens_path:
-            interceptors.insert(0, AuthInterceptor(BearerTokens(config.auth_tokens_path), failures))
+        if config.trust_metadata:
+            interceptors.insert(0, GatewayInterceptor(config.trust_metadata))
+        if self._tokens is not None:
+            interceptors.insert(0, AuthInterceptor(self._tokens, failures))
         shorten_send_errors()
         server = grpc.aio.server(interceptors=interceptors, options=grpc_options(config))
         for interface in self._interfaces:
             if interface.add_servicer is not None:
                 interface.add_servicer(server, self._parts)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        services = (*self._rpc_services, HEALTH, reflection.SERVICE_NAME)
+        add_OpenRcaServiceServicer_to_server(LoadService(self._load_reports), server)
+        services = (*self._rpc_services, HEALTH, LOAD_REPORTS, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, server)
         return server
 

@@ -1,5 +1,6 @@
-"""Checks custom resources against their definitions: schemas made from the definitions of KServe and
-LeaderWorkerSet, stored outside this repository, and types from npm for other operators."""
+"""Checks custom resources against their definitions: schemas made from the definitions of KServe,
+LeaderWorkerSet and the inference extension, stored outside this repository, and types from npm for other
+operators."""
 
 import json
 import subprocess
@@ -11,9 +12,10 @@ from tests.support import npm_packages
 
 # Stored beside the repository, because they are large and not ours.
 SCHEMAS = ROOT.parent / "shared" / "schemas"
-OF_SCHEMAS = ("InferenceService", "LeaderWorkerSet", "ServingRuntime")
+OF_SCHEMAS = ("InferencePool", "InferenceService", "LeaderWorkerSet", "ServingRuntime")
 OF_TYPES = {
     "Certificate": "cert-manager/cert-manager.io/v1",
+    "HTTPRoute": "gateway-api/gateway.networking.k8s.io/v1",
     "Issuer": "cert-manager/cert-manager.io/v1",
     "PodMonitor": "prometheus-operator/monitoring.coreos.com/v1",
     "PrometheusRule": "prometheus-operator/monitoring.coreos.com/v1",

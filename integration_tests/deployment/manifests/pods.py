@@ -48,7 +48,7 @@ def is_ours(container: Container) -> bool:
 def pods_of(objects: list[Object]) -> list[Pod]:
     pods: list[Pod] = []
     for one in objects:
-        if one["kind"] in ("Deployment", "Job"):
+        if one["kind"] in ("Deployment", "Job", "StatefulSet"):
             pods.append(_pod(one, one["spec"]["template"]))
         elif one["kind"] == "LeaderWorkerSet":
             pods += _group(one)

@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[3]
 DEPLOYMENT = ROOT / "deployment"
 DIRECTORIES = sorted(
     str(path.parent.relative_to(DEPLOYMENT))
-    for pattern in ("base", "overlays/*", "models/*", "kserve", "kserve/*", "storage")
+    for pattern in ("base", "overlays/*", "models/*", "gateway/*", "kserve", "kserve/*", "storage")
     for path in DEPLOYMENT.glob(f"{pattern}/kustomization.yaml")
+    if "kind: Kustomization" in path.read_text()
 )
 # Meant to be applied almost unchanged.
 PRODUCTION = "overlays/production"

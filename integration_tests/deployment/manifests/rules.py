@@ -2,7 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-from integration_tests.deployment.manifests import launch_rules, pod_rules, selection_rules
+from integration_tests.deployment.manifests import (
+    gateway_rules,
+    launch_rules,
+    pod_rules,
+    selection_rules,
+)
 from integration_tests.deployment.manifests.rendering import PRODUCTION, Object
 
 Rule = Callable[[list[Object]], Iterator[str]]
@@ -32,6 +37,10 @@ EVERYWHERE: tuple[Rule, ...] = (
     selection_rules.groups_recover,
     selection_rules.names_are_certified,
     selection_rules.issuers_exist,
+    gateway_rules.tokens_have_few_rights,
+    gateway_rules.pools_lead_to_servers,
+    gateway_rules.routes_lead_to_pools,
+    gateway_rules.gateways_find_replicas,
 )
 FOR_PRODUCTION: tuple[Rule, ...] = (launch_rules.images_are_fixed,)
 WITHOUT_WRITING: tuple[Rule, ...] = (pod_rules.writes_nowhere_else,)
@@ -39,7 +48,7 @@ ALL = EVERYWHERE + FOR_PRODUCTION + WITHOUT_WRITING
 
 
 def rules_of(directory: str) -> tuple[Rule, ...]:
-    is_read_only = directory.startswith(("models/", "kserve")) or directory in (
+    is_read_only = directory.startswith(("models/", "kserve", "gateway/")) or directory in (
         PRODUCTION,
         "overlays/read-only",
         "overlays/multi-node",

@@ -43,7 +43,7 @@ def _selector(one: Object) -> dict[str, Any] | None:
     spec = one.get("spec", {})
     if one["kind"] == "Service":
         return {"matchLabels": spec.get("selector", {})}
-    if one["kind"] in ("Deployment", "PodDisruptionBudget", "PodMonitor"):
+    if one["kind"] in ("Deployment", "InferencePool", "PodDisruptionBudget", "PodMonitor", "StatefulSet"):
         return dict(spec["selector"])
     return dict(spec["podSelector"]) if one["kind"] == "NetworkPolicy" else None
 
@@ -62,7 +62,7 @@ def services_lead_to_ports(objects: list[Object]) -> Iterator[str]:
                 for pod in _selected(one, objects):
                     if port["targetPort"] not in _ports(pod):
                         yield f"{name_of(one)}: {pod.source} has no port {port['targetPort']}"
-            if one["spec"].get("clusterIP") != "None":
+            if one["spec"].get("clusterIP") != "None" and any(pod.servers for pod in _selected(one, objects)):
                 yield f"{name_of(one)}: has an address, so that clients see one replica only"
 
 

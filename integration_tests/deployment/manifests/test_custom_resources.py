@@ -19,12 +19,14 @@ from tests.support import npm_packages
 pytestmark = pytest.mark.deploy
 
 IN_SCHEMAS = [
+    ("InferencePool", "spec.targetPortNumber", 3000),
     ("InferenceService", "spec.predictor.model.modelFormats", {}),
     ("LeaderWorkerSet", "spec.leaderWorkerTemplate.restartPolicy", "Never"),
     ("ServingRuntime", "spec.multiModell", True),
 ]
 IN_TYPES = [
     ("Certificate", "spec.dnsName", ["a"]),
+    ("HTTPRoute", "spec.rules.0.backendRef", []),
     ("Issuer", "spec.ca", {"secret": "a"}),
     ("PodMonitor", "spec.podMetricsEndpoints.0.prt", "http"),
     ("PrometheusRule", "spec.groups.0.rules.0.expression", "up"),
@@ -40,7 +42,7 @@ def rendered() -> list[Object]:
 @pytest.fixture(scope="module")
 def check_jsonschema() -> str:
     if not SCHEMAS.is_dir():
-        pytest.skip(f"NOT CHECKED, no {SCHEMAS}: the objects of KServe and LeaderWorkerSet")
+        pytest.skip(f"NOT CHECKED, no {SCHEMAS}: the objects that have schemas")
     command = shutil.which("check-jsonschema")
     assert command, "make deploy-check installs check-jsonschema"
     return command
@@ -49,7 +51,7 @@ def check_jsonschema() -> str:
 @pytest.fixture
 def types(tmp_path: Path) -> Path:
     if not npm_packages.has_npm():
-        pytest.skip("NOT CHECKED, no npm here: the objects of cert-manager, KEDA and Prometheus")
+        pytest.skip("NOT CHECKED, no npm here: the objects that have types")
     return tmp_path
 
 
@@ -65,6 +67,7 @@ def test_schemas_refuse_wrong_fields(
     objects = written(
         "kserve/servingruntime.yaml",
         "kserve/inferenceservice.yaml",
+        "overlays/inference-pool/inferencepool.yaml",
         "overlays/multi-node/leaderworkerset.yaml",
     )
     objects = [one for one in objects if one["kind"] == kind]
@@ -84,10 +87,11 @@ def test_types_refuse_wrong_values(types: Path) -> None:
         "components/monitoring/podmonitor.yaml",
         "components/monitoring/prometheusrule.yaml",
         "components/autoscale-keda/scaledobject.yaml",
+        "overlays/inference-pool/httproute.yaml",
     )
     for case in IN_TYPES:
         change(objects, *case)
     refusals = refused_by_types(objects, types)
     assert refusals.count("error TS") == len(IN_TYPES), refusals
-    for name in ("dnsName", "secret", "prt", "expression", "string"):
+    for name in ("dnsName", "backendRef", "secret", "prt", "expression", "string"):
         assert f"'{name}'" in refusals or f"'\"{name}\"'" in refusals, refusals

@@ -16,7 +16,9 @@ def test_rules_are_kept(directory: str) -> None:
 
 def test_all_that_was_asked_for_is_there() -> None:
     overlays = (
-        "cpu gpu-1 gpu-2 gpu-8 tls read-only pvc shm autoscale-hpa autoscale-keda network-policy multi-node"
+        "cpu gpu-1 gpu-2 gpu-8 tls read-only pvc shm autoscale-hpa autoscale-keda network-policy multi-node "
+        "inference-pool"
     )
     assert {f"overlays/{name}" for name in overlays.split()} <= {*DIRECTORIES}
     assert {"kserve", "kserve/http", "kserve/caikit"} <= {*DIRECTORIES}
+    assert {"gateway/discovery", "gateway/mutual-tls"} <= {*DIRECTORIES}

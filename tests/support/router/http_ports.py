@@ -34,6 +34,8 @@ async def open_ports(api: str | None = "openai", **options: Any) -> AsyncIterato
     """Yield the HTTP port, and the API's port if it has its own."""
     config = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, http_api=api, **options)
     metrics, apis = Metrics(MetricLimits(9, 9, 9)), [api_on(config)]
-    ports = HttpPorts(config, lambda: True, metrics, apis, None, render_process(metrics), MemoryRelease())
+    ports = HttpPorts(
+        config, lambda: True, metrics, apis, None, render_process(metrics), MemoryRelease(), None
+    )
     async with ports.serve() as port, ports.serve_api() as api_port:
         yield {HTTP: port} if api_port is None else {HTTP: port, API: api_port}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from tgis.router.api.tenants import TenantRules
 from tgis.router.engine.handle import CallName, ClaimId, EngineHandle, EngineInfo, LimitedWork, SequenceSpec
 from tgis.router.errors import RequestError
 from tgis.router.events import Ended, Failure, InputTokens, Output
@@ -92,14 +93,16 @@ class GenerationService:
         tokenizer: Tokenizer,
         vocabulary: Callable[[bool, frozenset[int]], Vocabulary],
         accounting: Accounting,
+        rules_of: Callable[[str], TenantRules] = lambda tenant: TenantRules(),
     ) -> None:
         """Create the service. `vocabulary` returns the vocabulary for texts, given True if they continue
-        their input, and the special tokens that they show."""
+        their input, and the special tokens that they show. `rules_of` returns a tenant's rules."""
         self._engine = engine
         self._validator = validator
         self._accounting = accounting
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
+        self._rules_of = rules_of
         self._num_admitted = 0
         self.is_idle = asyncio.Event()
         """Set while no generation call is admitted."""
@@ -203,9 +206,10 @@ class GenerationService:
     async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:
         """Acquire a call's resources in the engine, validate the call, and release the resources at the
         end."""
-        engine, validator = self._engine, self._validator
+        engine, validator, rules = self._engine, self._validator, self._rules_of(call.tenant)
         name = CallName(call.tenant, call.client_id) if call.client_id else None
-        claim_id = await engine.acquire(validator.count_outputs(call), name=name)
+        limits = rules.limits(call.tenant)
+        claim_id = await engine.acquire(validator.count_outputs(call), name=name, limits=limits)
         self._num_admitted += 1
         self.is_idle.clear()
         try:
@@ -215,7 +219,8 @@ class GenerationService:
             grammar = await validator.compile(call, constraint)
             request_id = account.request_id
             adapters = await engine.lease(claim_id, call.prefix_id, call.adapter_id, request_id)
-            spec = spec._replace(grammar=grammar, adapters=adapters, request_id=request_id)
+            priority = max(call.parameters.priority, rules.priority_floor)
+            spec = spec._replace(grammar=grammar, adapters=adapters, request_id=request_id, priority=priority)
             specs = await validator.specs(call, spec)
             account.accept(spec.stopping.max_new_tokens, specs)
             yield _Admitted(account, claim_id, specs, self._text_maker(call, stops))

@@ -1,11 +1,16 @@
-"""Determines the tenant of a call: the name of its token, or the name in its client's certificate. The token
-of an operator has no name."""
+"""Determines the tenant of a call and its rules. The tenant is the name that a trusted gateway sends, else
+the name of the call's token, else the name in its client's certificate. The token of an operator has no
+name."""
 
 import hashlib
+from collections.abc import Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grpc
+
+from tgis.router.engine.handle import TenantLimits
 
 MAX_NAME_CHARS = 128
 
@@ -20,6 +25,22 @@ class TokenHolder(NamedTuple):
 
 token_holder: ContextVar[TokenHolder] = ContextVar("token_holder", default=TokenHolder())  # noqa: B039
 """Holder of the current call's token. Each call runs in its own context."""
+
+
+@dataclass(frozen=True)
+class TenantRules:
+    """Rules for the calls of one tenant."""
+
+    priority_floor: int = 0
+    requests_per_minute: int | None = None
+    """None: no limit."""
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+
+    def limits(self, tenant: str) -> TenantLimits:
+        return TenantLimits(
+            tenant, self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests
+        )
 
 
 def is_name(text: str) -> bool:
@@ -41,6 +62,13 @@ def _certificate_name(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Return the certificate's first alternative name, or its common name if it has no alternative name."""
     first, *_ = context.peer_identities() or (b"",)
     return shown_name(first)
+
+
+def gateway_name(values: Iterable[str | bytes]) -> str:
+    """Return the name in the values of a trusted key, or an empty text if there are none. Several values are
+    one name, so that a client cannot add a name to the gateway's."""
+    texts = (value if isinstance(value, bytes) else value.encode("latin-1", "replace") for value in values)
+    return shown_name(b",".join(texts))
 
 
 def shown_name(name: bytes) -> str:

@@ -36,6 +36,18 @@ class EngineInfo(NamedTuple):
     """Number of tokens for which the cache has room."""
 
 
+class TenantLimits(NamedTuple):
+    """Limits of the tenant that makes a call; None is no limit."""
+
+    tenant: str = ""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+
+
+NO_LIMITS = TenantLimits()
+
+
 class SequenceSpec(NamedTuple):
     """Complete specification of one generation, without the model."""
 
@@ -50,6 +62,8 @@ class SequenceSpec(NamedTuple):
     request_id: str = ""
     """Id of the call in the log and in the internal errors that clients see."""
     cache_salt: CacheSalt = CacheSalt()
+    priority: int = 0
+    """Sequences with lower values are admitted first."""
 
 
 @dataclass
@@ -99,11 +113,15 @@ class EngineHandle(GivenNames, Protocol):
         """Return the facts about the model, once the engine has started. They may differ after a restart."""
 
     async def acquire(
-        self, count: int, work: LimitedWork = LimitedWork.GENERATION, name: CallName | None = None
+        self,
+        count: int,
+        work: LimitedWork = LimitedWork.GENERATION,
+        name: CallName | None = None,
+        limits: TenantLimits = NO_LIMITS,
     ) -> ClaimId:
-        """Reserve concurrency for a call's inputs. With a name, other router workers can abort the call until
-        its claim is released. Raises OverloadedError, and UnavailableError if the engine is unavailable for
-        too long."""
+        """Reserve concurrency for a call's inputs, within the limits of its tenant. With a name, other router
+        workers can abort the call until its claim is released. Raises OverloadedError, and UnavailableError
+        if the engine is unavailable for too long."""
 
     async def lease(
         self, claim_id: ClaimId, prefix_id: str | None, adapter_id: str | None, request_id: str

@@ -67,6 +67,7 @@ class LocalEngine:
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,
             token_timeouts=(config.first_token_timeout, config.next_token_timeout),
+            max_queue_time=config.max_queue_time,
             on_ready=self._on_ready,
         )
         if self._kv_events is not None:

@@ -69,6 +69,7 @@ class StepMetrics:
 def _follow_scheduler(scheduler: Scheduler, metrics: Metrics) -> None:
     """Make each scrape read the scheduler's state, so that steps need not update these metrics."""
     metrics.queue_size.follow(lambda: len(scheduler.waiting))
+    metrics.queue_tenants.follow(lambda: scheduler.waiting.num_tenants)
     metrics.batch_current_size.follow(lambda: len(scheduler.running))
     metrics.requests_running.follow(lambda: len(scheduler.running))
     metrics.batch_input_tokens.follow(

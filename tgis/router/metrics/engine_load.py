@@ -1,10 +1,15 @@
 """Reads how busy the engine is, from the gauges of all processes of the router."""
 
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from tgis.router.metrics.gauges import Gauge
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.scrape import Gather, gather_in_time
+
+INTERVAL_S = 0.1  # time between two looks at the load
 
 
 class EngineLoad(NamedTuple):
@@ -20,6 +25,23 @@ class EngineLoad(NamedTuple):
     """Fraction of looked-up tokens that the prefix cache had."""
     num_uncached_tokens: int
     """Estimated number of tokens of waiting inputs that are not cached."""
+
+
+class RecentLoad:
+    """Load of the engine, read at most once in INTERVAL_S for all calls."""
+
+    def __init__(self, read: Callable[[], Awaitable[EngineLoad]]) -> None:
+        self._read = read
+        self._turn = asyncio.Lock()
+        self._load: EngineLoad | None = None
+        self._read_at = 0.0
+
+    async def read(self) -> EngineLoad:
+        async with self._turn:
+            if self._load is None or time.monotonic() >= self._read_at + INTERVAL_S:
+                self._load = await self._read()
+                self._read_at = time.monotonic()
+            return self._load
 
 
 async def read_engine_load(metrics: Metrics, gather: Gather) -> EngineLoad:

@@ -14,6 +14,7 @@ from tgis.router.engine.handle import (
     Progress,
     SequenceId,
     SequenceSpec,
+    TenantLimits,
 )
 from tgis.router.errors import (
     Code,
@@ -22,6 +23,7 @@ from tgis.router.errors import (
     OverloadedError,
     RequestError,
     RouterError,
+    TenantLimitError,
     UnavailableError,
 )
 from tgis.router.events import Ended, Failed, RequestTimes, TimedOut
@@ -71,6 +73,7 @@ class Acquire(_Message, frozen=True):
     work: LimitedWork
     count: int
     name: CallName | None = None
+    limits: TenantLimits = TenantLimits()
 
 
 class AskAbort(_Message, frozen=True):
@@ -178,6 +181,7 @@ class Refused(_Message, frozen=True):
     text: str
     parameter: str = ""
     code: Code = Code.INTERNAL
+    retry_s: int = OverloadedError.retry_s
 
 
 class Names(_Message, frozen=True):
@@ -286,6 +290,7 @@ _ERRORS: dict[str, type[RouterError]] = {
     "request": RequestError,
     "not_found": NotFoundError,
     "overloaded": OverloadedError,
+    "tenant_limit": TenantLimitError,
     "unavailable": UnavailableError,
 }
 
@@ -293,7 +298,8 @@ _ERRORS: dict[str, type[RouterError]] = {
 def refused(claim_id: ClaimId, error: RouterError) -> Refused:
     parameter = error.parameter if isinstance(error, RequestError) else ""
     kind = next((kind for kind, type_ in reversed(_ERRORS.items()) if isinstance(error, type_)), "")
-    return Refused(claim_id, kind, str(error), parameter, error.code)
+    retry_s = error.retry_s if isinstance(error, OverloadedError) else OverloadedError.retry_s
+    return Refused(claim_id, kind, str(error), parameter, error.code, retry_s)
 
 
 def error_of(refusal: Refused) -> RouterError:
@@ -302,6 +308,8 @@ def error_of(refusal: Refused) -> RouterError:
         return GenerationError(refusal.text, refusal.code)
     if issubclass(error_type, RequestError):
         return error_type(refusal.text, refusal.parameter)
+    if issubclass(error_type, TenantLimitError):
+        return error_type(refusal.text, refusal.retry_s)
     return error_type(refusal.text)
 
 

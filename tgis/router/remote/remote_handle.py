@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from tgis.router.engine.handle import (
+    NO_LIMITS,
     CallName,
     ClaimId,
     EngineInfo,
@@ -18,6 +19,7 @@ from tgis.router.engine.handle import (
     Progress,
     SequenceId,
     SequenceSpec,
+    TenantLimits,
     TextSink,
 )
 from tgis.router.engine.live_request import EventQueue, WakeUps
@@ -95,11 +97,15 @@ class RemoteHandle:
         return self._info
 
     async def acquire(
-        self, count: int, work: LimitedWork = LimitedWork.GENERATION, name: CallName | None = None
+        self,
+        count: int,
+        work: LimitedWork = LimitedWork.GENERATION,
+        name: CallName | None = None,
+        limits: TenantLimits = NO_LIMITS,
     ) -> ClaimId:
         claim_id = ClaimId(next(self._numbers))
         try:
-            await self._ask(claim_id, wire.Acquire(claim_id, work, count, name))
+            await self._ask(claim_id, wire.Acquire(claim_id, work, count, name, limits))
         except BaseException:  # the engine may have the claim; otherwise it ignores the message
             self._send(wire.Release(claim_id))
             raise

@@ -79,7 +79,7 @@ class WorkerSession:
         """Restore the claims and adapters that the worker had from an earlier engine process, regardless of
         limits."""
         for again in message.claims:
-            claim = self._held[again.claim_id] = self._claims.acquire(again.count, again.work, True)
+            claim = self._held[again.claim_id] = self._claims.acquire(again.count, again.work, is_again=True)
             if again.name is not None:
                 self._names[again.claim_id] = again.name
             if again.adapters.present:
@@ -137,7 +137,7 @@ class WorkerSession:
 
     def _acquire(self, message: wire.Acquire) -> None:
         try:
-            claim = self._claims.acquire(message.count, message.work)
+            claim = self._claims.acquire(message.count, message.work, message.limits)
         except RouterError as error:
             self._send(wire.refused(message.claim_id, error))
         else:

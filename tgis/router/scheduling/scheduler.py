@@ -5,6 +5,7 @@ answered."""
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
+from functools import partial
 
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.crash_suspects import CrashSuspects
@@ -21,6 +22,7 @@ from tgis.router.scheduling.prefix_cache import (
 )
 from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step, WorkItem
+from tgis.router.scheduling.waiting_queue import WaitingQueue
 from tgis.router.sequence import Sequence
 
 
@@ -50,7 +52,7 @@ class Scheduler:
         self._proposer = proposer
         self._rope_switch_len = rope_switch_len
         self._reserves_output = reserves_output
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}  # oldest first
         self.num_preemptions = 0
         self.num_deferred = 0  # number of admissions that failed because there were too few free blocks
@@ -73,8 +75,8 @@ class Scheduler:
         return sum(sequence.num_scheduled >= sequence.prompt_len for sequence in self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Append a sequence to the queue. The pool must be large enough for its maximum length."""
-        self.waiting.append(sequence)
+        """Add a sequence to the queue. The pool must be large enough for its maximum length."""
+        self.waiting.add(sequence)
 
     def next_step(self, max_prompt_tokens: int) -> Step | None:
         """Return the next step, or None if nothing can be computed before the next answer or arrival. It
@@ -129,17 +131,19 @@ class Scheduler:
             self.num_accepted_drafts += 1
             accept_draft(self.pool, sequence)
         sequence.token_ids.append(token_id)
+        if self.waiting.is_contended:
+            self.waiting.count_tokens(sequence, 1)
         if sequence.num_fatal_steps or self._crash_suspects.queue:
             self._crash_suspects.clear(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence in any state. Its unanswered tokens are ignored."""
         self._crash_suspects.clear(sequence)
-        if sequence in self.running:
+        is_running = sequence in self.running
+        if is_running:
             del self.running[sequence]
             self._drop(sequence)
-        else:
-            self.waiting.remove(sequence)
+        self.waiting.end(sequence, is_waiting=not is_running)
 
     def abandon_steps(self) -> None:
         """Free everything that waits for answers, because no answer will arrive and no step will be sent."""
@@ -162,7 +166,7 @@ class Scheduler:
         self._num_blocks_owed = 0
         for sequence in reversed(self.running):
             self.rows.close(reset_progress(sequence))
-            self.waiting.appendleft(sequence)
+            self.waiting.put_back(sequence)
         self.rows.take_closed()
         self.running.clear()
         return culprit
@@ -220,14 +224,10 @@ class Scheduler:
                 yield self._plan(sequence, end, [])
 
     def _admit_waiting(self, budget: int, is_alone: bool) -> Iterator[WorkItem]:
-        """Admit waiting sequences in order of arrival. A sequence that does not fit blocks those behind it,
+        """Admit waiting sequences in the queue's order. A sequence that does not fit blocks those behind it,
         so that none starves. A sequence that waits for a sibling blocks none and keeps its place."""
-        place = 0
-        while place < len(self.waiting) and budget > 0 and self.rows.num_free:
-            sequence = self.waiting[place]
-            if waits_for_sibling(self.pool, sequence):
-                place += 1
-                continue
+        waiting, is_held = self.waiting, partial(waits_for_sibling, self.pool)
+        while budget > 0 and self.rows.num_free and (sequence := waiting.next(is_held)) is not None:
             work = self._admit(sequence, budget, is_alone)
             if work is None:
                 return
@@ -246,7 +246,7 @@ class Scheduler:
             return None
         if not self._take_blocks_and_row(sequence, cached):
             return None
-        self.waiting.remove(sequence)
+        self.waiting.take(sequence)
         self.running[sequence] = None
         max_tokens = max(budget - cached.num_to_encode, 1)
         end = min(sequence.num_tokens, sequence.num_scheduled + max_tokens)
@@ -326,7 +326,7 @@ class Scheduler:
         """Put a sequence back at the head of the queue. Its unanswered tokens remain valid."""
         del self.running[sequence]
         self._drop(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         """Free the row now, and the blocks when the last step that uses them has been answered."""

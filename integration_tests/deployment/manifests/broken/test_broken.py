@@ -2,13 +2,13 @@
 
 import pytest
 
-from integration_tests.deployment.manifests.broken import launches, pods, selections
+from integration_tests.deployment.manifests.broken import gateways, launches, pods, selections
 from integration_tests.deployment.manifests.broken.case import Broken, change, right
 from integration_tests.deployment.manifests.rules import ALL
 
 pytestmark = pytest.mark.deploy
 
-BROKEN = [*launches.CASES, *pods.CASES, *selections.CASES]
+BROKEN = [*launches.CASES, *pods.CASES, *selections.CASES, *gateways.CASES]
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)

@@ -140,6 +140,17 @@ def test_wrong_fields_are_refused_by_their_names(
     assert (refusal.value.code(), refusal.value.details().startswith(text)) == (INVALID, True), refusal.value
 
 
+def test_priorities_are_metadata(served: EngineApi) -> None:
+    message = pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(max_tokens=1))
+    for value in ("5", "-5"):
+        list(served.stub.Generate(message, metadata=[("tgis-priority", value)]))
+    for pairs in ([("tgis-priority", "high")], [("tgis-priority", "1")] * 2):
+        with pytest.raises(grpc.RpcError) as refusal:
+            list(served.stub.Generate(message, metadata=pairs))
+        text = "tgis-priority: must be a whole number, such as 10"
+        assert (refusal.value.code(), refusal.value.details()) == (INVALID, text)
+
+
 @pytest.mark.parametrize(
     ("message", "text"),
     [

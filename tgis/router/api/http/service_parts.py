@@ -34,7 +34,7 @@ class ServiceParts:
     adapter_roots: tuple[str, ...] | None = None
     """Directories searched for adapters, in order; None if clients may not name adapters."""
     load: Callable[[], Awaitable[EngineLoad]] = field(kw_only=True)
-    """Function that returns how busy the engine is."""
+    """Function that returns how busy the engine is, or was a moment ago."""
     watching: Callable[[], AbstractContextManager[asyncio.Event]] = field(kw_only=True)
     """Function whose context counts a client that watches the health. It yields the event of a drain, after
     which such clients have time to choose another server."""

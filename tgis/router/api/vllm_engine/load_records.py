@@ -1,16 +1,13 @@
 """Describes the load of the engine: when asked, and in the streams of cache events."""
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
 
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from tgis.router.api.http.service_parts import ServiceParts
-from tgis.router.metrics.engine_load import EngineLoad
+from tgis.router.metrics.engine_load import INTERVAL_S, EngineLoad
 
-INTERVAL_S = 0.1  # time between two looks at the load
 SILENCE_S = 1.0  # time after which an unchanged load is sent again
 USAGE_STEP = 0.005  # change of the cache's usage that is worth a record
 
@@ -32,31 +29,14 @@ def scheduler_load(load: EngineLoad, parts: ServiceParts) -> pb.SchedulerLoad:
     )
 
 
-class RecentLoad:
-    """Load of the engine, read at most once in INTERVAL_S for all calls."""
-
-    def __init__(self, read: Callable[[], Awaitable[EngineLoad]]) -> None:
-        self._read = read
-        self._turn = asyncio.Lock()
-        self._load: EngineLoad | None = None
-        self._read_at = 0.0
-
-    async def read(self) -> EngineLoad:
-        async with self._turn:
-            if self._load is None or time.monotonic() >= self._read_at + INTERVAL_S:
-                self._load = await self._read()
-                self._read_at = time.monotonic()
-            return self._load
-
-
 class LoadRecords:
     """Records of one stream of cache events. They repeat the number of the last batch, so that the stream has
     none before its first batch."""
 
     interval_s = INTERVAL_S
 
-    def __init__(self, parts: ServiceParts, load: RecentLoad) -> None:
-        self._parts, self._load = parts, load
+    def __init__(self, parts: ServiceParts) -> None:
+        self._parts = parts
         self._sequence: int | None = None
         self._sent: EngineLoad | None = None
         self._looked_at = self._sent_at = 0.0
@@ -72,7 +52,7 @@ class LoadRecords:
         if self._sequence is None or now < self._looked_at + INTERVAL_S:
             return None
         self._looked_at = now
-        load = await self._load.read()
+        load = await self._parts.load()
         if not self._is_news(load) and now < self._sent_at + SILENCE_S:
             return None
         self._sent, self._sent_at = load, now

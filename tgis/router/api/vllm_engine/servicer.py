@@ -23,7 +23,7 @@ from tgis.router.api.service import Result
 from tgis.router.api.tenants import is_operator, tenant_of
 from tgis.router.api.vllm_engine.cache_feed import CacheFeeds
 from tgis.router.api.vllm_engine.calls import AbortedError, LiveCalls
-from tgis.router.api.vllm_engine.load_records import LoadRecords, RecentLoad, scheduler_load
+from tgis.router.api.vllm_engine.load_records import LoadRecords, scheduler_load
 from tgis.router.api.vllm_engine.model_facts import find_model, read_model_info
 from tgis.router.api.vllm_engine.requests import NAMES, read_call, read_logprob_counts
 from tgis.router.api.vllm_engine.responses import GenerateWriter
@@ -44,7 +44,6 @@ class VllmEngineServicer(Servicer):
         """Create the servicer. Raises StartupError."""
         self._parts, self._service = parts, parts.service
         self._calls, self._feeds = LiveCalls(), CacheFeeds(self._service.watch_cache)
-        self._load = RecentLoad(parts.load)
         self._service.watch_aborts(self._calls.abort)
         self._default_sampling = read_default_sampling(parts.config)
         self._started_at = time.monotonic()
@@ -116,7 +115,7 @@ class VllmEngineServicer(Servicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        load = await self._load.read()
+        load = await self._parts.load()
         return pb.GetServerInfoResponse(
             active_requests=load.num_running + load.num_waiting,
             last_receive_timestamp=self._last_call_at,
@@ -129,7 +128,7 @@ class VllmEngineServicer(Servicer):
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         now = datetime.now(UTC).isoformat()
-        load = scheduler_load(await self._load.read(), self._parts)
+        load = scheduler_load(await self._parts.load(), self._parts)
         return pb.GetLoadsResponse(timestamp=now, version=version("tgis-next"), dp_rank_count=1, loads=[load])
 
     async def FlushCache(
@@ -141,7 +140,7 @@ class VllmEngineServicer(Servicer):
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        records = LoadRecords(self._parts, self._load)
+        records = LoadRecords(self._parts)
         tenant = None if is_operator() else tenant_of(context)
         feed = self._feeds.subscribe(tenant, request.start_sequence_number)
         # Gateways that subscribe also ask for the health. The stream ends with a drain, which it would delay.
