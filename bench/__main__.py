@@ -64,7 +64,6 @@ def _collect(outcomes: dict[str, Outcome], failures: dict[str, str], options: Na
     return {
         "figures": figures,
         "missing": _explain(failures, options),
-        "notes": [note for outcome in outcomes.values() for note in outcome.notes],
         "samples": samples,
         "sections": {name: outcome.raw for name, outcome in outcomes.items() if name != "rates"},
     }

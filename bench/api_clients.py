@@ -11,15 +11,18 @@ from typing import Any
 
 import grpc
 import uvloop
+from smg_grpc_proto.generated import vllm_engine_pb2 as engine_pb
 
 from bench import worker
 from bench.load import CHANNEL_OPTIONS
 from tgis.pb import generation_pb2 as pb
 
 MODULE = "bench.api_clients"
-GRPC, COMPLETIONS, CHAT, TOOLS, TGI, LMI = "grpc", "completions", "chat", "tools", "tgi", "lmi"
-APIS = (GRPC, COMPLETIONS, CHAT, TOOLS, TGI, LMI)
+GRPC, ENGINE = "grpc", "engine"
+COMPLETIONS, CHAT, TOOLS, TGI, LMI = "completions", "chat", "tools", "tgi", "lmi"
+APIS = (GRPC, ENGINE, COMPLETIONS, CHAT, TOOLS, TGI, LMI)
 METHOD = "/fmaas.GenerationService/GenerateStream"
+ENGINE_METHOD = "/vllm.grpc.engine.VllmEngine/Generate"
 TEXT = "The quick brown fox"
 TIME_LIMIT_S = 120.0
 MESSAGES = [{"role": "user", "content": TEXT}]
@@ -71,6 +74,8 @@ async def stream_all(grpc_target: str, http_target: str, question: Question) -> 
     count, new_tokens = question["streams"], question["new_tokens"]
     if question["api"] == GRPC:
         streams = [_stream_grpc(grpc_target, new_tokens) for _ in range(count)]
+    elif question["api"] == ENGINE:
+        streams = [_stream_engine(grpc_target, new_tokens) for _ in range(count)]
     else:
         wire = WIRES[question["api"]]
         request = make_request(wire, new_tokens)
@@ -82,14 +87,30 @@ async def stream_all(grpc_target: str, http_target: str, question: Question) -> 
 async def _stream_grpc(target: str, new_tokens: int) -> int:
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=new_tokens, min_new_tokens=new_tokens))
     request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=TEXT), params=params)
-    async with grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) as channel:
-        num_messages, last_message = 0, b""
-        async for message in channel.unary_stream(METHOD)(request.SerializeToString()):
-            num_messages, last_message = num_messages + 1, message
+    num_messages, last_message = await _call_grpc(target, METHOD, request)
     last = pb.GenerationResponse.FromString(last_message)
     if last.generated_token_count != new_tokens:
         raise ValueError(f"a stream ended with {last}")
     return num_messages
+
+
+async def _stream_engine(target: str, new_tokens: int) -> int:
+    sampling = engine_pb.SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=0)
+    request = engine_pb.GenerateRequest(text=TEXT, stream=True, sampling_params=sampling)
+    num_messages, last_message = await _call_grpc(target, ENGINE_METHOD, request)
+    last = engine_pb.GenerateResponse.FromString(last_message)
+    if last.complete.completion_tokens != new_tokens:
+        raise ValueError(f"a stream ended with {last}")
+    return num_messages
+
+
+async def _call_grpc(target: str, method: str, request: Any) -> tuple[int, bytes]:
+    """Return the number of messages of a stream, and the last one."""
+    num_messages, last_message = 0, b""
+    async with grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) as channel:
+        async for message in channel.unary_stream(method)(request.SerializeToString()):
+            num_messages, last_message = num_messages + 1, message
+    return num_messages, last_message
 
 
 def make_request(wire: Wire, new_tokens: int) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import api_clients, worker
-from bench.api_clients import APIS, GRPC
+from bench.api_clients import APIS, ENGINE, GRPC
 from bench.contest import Spread, turns
 from bench.router_group import RouterService
 from bench.service import BenchError, exit_on_sigterm
@@ -203,7 +203,9 @@ def running(
         stack.callback(server.stop)
         limits = ["--max-batch-size", str(max_streams), "--max-sequence-length", str(MAX_LENGTH)]
         limits += ["--max-concurrent-requests", str(max_streams), "--shard-uds-path", uds_path]
-        if set(apis) != {GRPC}:
+        if ENGINE in apis:
+            limits += ["--grpc-api", "fmaas,vllm-engine"]
+        if not set(apis) <= {GRPC, ENGINE}:
             template = directory / "chat.jinja"
             template.write_text(TEMPLATE)
             limits += ["--chat-template", str(template)]

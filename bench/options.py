@@ -23,7 +23,6 @@ SECTIONS = (
         "startup",
         "router",
         "speculation",
-        "accuracy",
     ),
 )
 
@@ -72,7 +71,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 def default_sections(shape: str) -> list[str]:
     """Return the sections that have a target for the shape, and those that are cheap for any shape."""
     pursued = {target.section for target in TARGETS if target.bound_of(shape) is not None}
-    return [name for name in SECTIONS if name in pursued | {"memory", "accuracy"}]
+    return [name for name in SECTIONS if name in pursued | {"memory"}]
 
 
 def _sections(text: str) -> list[str]:

@@ -13,12 +13,12 @@ _NOT_PROSE = re.compile(r"::=|>>>|->|\\|\[\d+\]|^\W+$|^ ", re.MULTILINE)
 _ASIDES = re.compile(r"(Changed|New|Added|Deprecated|See also|Notes?|Prior|In Python)\b")
 
 
-def convert_real_model() -> Path:
-    """Return the directory of SmolLM2-135M-Instruct with float32 weights, converted once. `make` downloads
-    the file."""
-    directory = MODELS / FILE.stem
+def convert_real_model(file: Path = FILE) -> Path:
+    """Return the directory of a model with float32 weights, converted once: SmolLM2-135M-Instruct, unless
+    `file` is another. `make` downloads the files."""
+    directory = MODELS / file.stem
     if not (directory / "config.json").exists():
-        convert_gguf([FILE], directory, "float32")
+        convert_gguf([file], directory, "float32")
     return directory
 
 

@@ -25,7 +25,6 @@ def format_report(result: dict[str, Any]) -> str:
     parts = [_describe(result)]
     if result["figures"] or result["missing"]:
         parts.append(format_targets(result["figures"], result["missing"], result["shape_name"]))
-    parts += result["notes"]
     if result["service"]:
         parts += _format_clients(result)
     return "\n\n".join(parts) + "\n"

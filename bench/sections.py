@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import rates
-from bench.accuracy import format_costs
-from bench.accuracy import measure as measure_costs
 from bench.children import run_child
 from bench.contest import Spread
 from bench.limits import WIDTHS
 from bench.memory import MemoryJob
-from bench.real_model import convert_real_model
 from bench.service import BenchError, first_line
 from bench.targets import TARGETS, Figure
 
@@ -43,8 +40,6 @@ MODULES = {
 @dataclass(frozen=True)
 class Outcome:
     figures: list[Figure] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """Page in Markdown."""
     raw: Any = None
     """Figures for the JSON file."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -55,7 +50,7 @@ def measure_memory(options: Namespace, model: Path) -> Outcome:
     job, loadings = MemoryJob(str(model), options.dtype), []
     for _ in range(options.rounds):
         loadings += run_child("bench.memory", job, LOADING_TIMEOUT_S)
-    return Outcome([find_memory(loadings, WIDTHS[options.dtype])], [], loadings)
+    return Outcome([find_memory(loadings, WIDTHS[options.dtype])], loadings)
 
 
 def find_memory(loadings: Sequence[dict[str, float]], width: float) -> Figure:
@@ -71,11 +66,6 @@ def find_memory(loadings: Sequence[dict[str, float]], width: float) -> Figure:
     return Figure("memory", Spread.of([peak / weights for peak in peaks]), detail)
 
 
-def measure_accuracy() -> Outcome:
-    costs = measure_costs(convert_real_model())
-    return Outcome(notes=["What a precision costs, on SmolLM2-135M-Instruct:\n\n" + format_costs(costs)])
-
-
 def measure_module(section: str, options: Namespace, model: Path) -> Outcome:
     """Run the section. Raises BenchError."""
     if importlib.util.find_spec(MODULES[section]) is None:
@@ -84,7 +74,7 @@ def measure_module(section: str, options: Namespace, model: Path) -> Outcome:
     figures = [
         Figure(key, Spread.of(each["values"]), each["detail"]) for key, each in result["figures"].items()
     ]
-    return Outcome(figures, [], result)
+    return Outcome(figures, result)
 
 
 def recall_peers(options: Namespace) -> Outcome:
@@ -134,8 +124,6 @@ def _plan(options: Namespace, model: Path) -> dict[str, Callable[[], Outcome]]:
     for section in MODULES:
         if section in options.only:
             plan[section] = partial(measure_module, section, options, model)
-    if "accuracy" in options.only:
-        plan["accuracy"] = measure_accuracy
     if {"decode", "prefill"} & set(options.only):  # pairs that peers are compared in
         plan["peers"] = partial(recall_peers, options)
     return plan
@@ -143,4 +131,4 @@ def _plan(options: Namespace, model: Path) -> dict[str, Callable[[], Outcome]]:
 
 def _measure_rates(options: Namespace, model: Path) -> Outcome:
     measured = rates.measure(options, model)
-    return Outcome(measured.figures, [], measured.samples, measured.failures)
+    return Outcome(measured.figures, measured.samples, measured.failures)

@@ -131,7 +131,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pytest.param(name, 600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
             for name in ("fake", "real")
         ]
-        metafunc.parametrize(("served", "num_examples"), [("fake", 30), *slow], indirect=["served"])
+        metafunc.parametrize(("served", "num_examples"), [("fake", 12), *slow], indirect=["served"])
 
 
 @pytest.fixture

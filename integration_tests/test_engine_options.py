@@ -29,6 +29,7 @@ FLAGS = (
     *("--dtype", "float32", "--reserve-output", "--block-size", "8", "--kv-cache-tokens", str(LENGTH + 128)),
     *("--max-step-tokens", "48", "--rope-scaling", "dynamic", "--rope-factor", "2"),
     *("--max-sequence-length", str(LENGTH), "--kv-cache-memory-fraction", "0.1"),
+    *("--max-queue-time", "60", "--priority-floor", "-5", "--tenant-tokens-per-minute", "1000000"),
     *("--first-token-timeout", "60", "--next-token-timeout", "60", "--watermark-delta", "6"),
 )
 SAMPLE = pb.SAMPLE

@@ -48,6 +48,7 @@ def test_streams_survive_a_killed_shard(client: Client, model: Model, victim: in
     check_survival(client, [expected.prompt[:20] for expected in model.expected[:NUM_STREAMS]], victim)
 
 
+@pytest.mark.slow
 def test_a_hundred_cancelled_streams_leave_nothing(client: Client, model: Model) -> None:
     read(client, "a")
     baseline = take_baseline(client.service.http)
@@ -91,6 +92,7 @@ def sockets_of(children: dict[str, list[int]]) -> set[str]:
     return inodes
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_active_calls(model: Model) -> None:
     service = launch(model.directory, "--dtype", "float32").wait_until_serving()
     client = Client(service)
@@ -239,6 +241,7 @@ def failure(*flags: str, env: dict[str, str] | None = None, termination_log: Pat
     return service.lines[-1]
 
 
+@pytest.mark.slow
 def test_starts_that_fail_say_why_in_one_line(model: Model, tmp_path: Path) -> None:
     log = tmp_path / "termination-log"
 

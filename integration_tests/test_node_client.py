@@ -239,6 +239,7 @@ def test_tokenize_and_model_info(node: Node, model: Model) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_hundreds_of_streams_on_one_channel(node: Node, service: Client) -> None:
     """Each response equals that of the same call alone."""
     request = single("once upon a time", stopping=tokens(8))

@@ -101,6 +101,7 @@ def wait_until(condition: Callable[[], object], service: Service) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_killed_engine_disturbs_no_stream(service: Service, answers: Answers) -> None:
     shards = children_of(service.process.pid)["serve"]
     engine, workers = router_pids(service)
@@ -207,6 +208,7 @@ def test_a_second_service_fails_on_each_port(
         assert second.lines[-1].removeprefix("error: ").removeprefix("router: ") == line
 
 
+@pytest.mark.slow
 def test_a_drain_loses_nothing(directory: Path, answers: Answers) -> None:
     """Even if the engine process dies meanwhile, the port is closed to new clients at once."""
     service = launch(directory, *WORKERS).wait_until_serving()

@@ -90,6 +90,7 @@ def test_from_the_cache(client: Client, model: Model) -> None:
         assert given == pytest.approx(expected.logprobs[:num], rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_seeded_answers_depend_on_nothing_else(
     client: Client, model: Model, first_answers: dict[tuple[str, int], pb.GenerationResponse]
 ) -> None:
@@ -112,6 +113,7 @@ def test_seeded_answers_depend_on_nothing_else(
         assert_same(one, first, 1e-4)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_answer(client: Client, model: Model) -> None:
     texts = {
         unary(client, model.expected[0], method=pb.SAMPLE, sampling=pb.SamplingParameters(seed=seed)).text

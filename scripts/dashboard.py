@@ -73,8 +73,9 @@ ROWS = (
                 "Failures by cause",
                 "reqps",
                 [Query(total("tgi_request_failure_total", "err"), "{{err}}")],
-                "validation, unauthenticated and cancelled are caused by clients; generate, timeout and "
-                "token_timeout by the service; conc_limit: the service is overloaded.",
+                "validation, unauthenticated, tenant_limit and cancelled are caused by clients; generate, "
+                "timeout and token_timeout by the service; conc_limit and queue_timeout: the service is "
+                "overloaded.",
                 is_stacked=True,
             ),
             Panel(

@@ -51,7 +51,7 @@ are mapped:
 | `tgi_batch_inference_failure` | unanswered steps of lost shards, reason `connection`; the inputs in them resume |
 | a concatenation | new inputs join a running batch |
 | prefill weight exceeded | the first waiting input found too few free cache blocks; counted once each time a step is filled (TGIS counted twice, and padding too) |
-| padding, granular additions, queue jumps | none: nothing is padded, memory is counted in blocks, and inputs start in the order of their arrival. The series stay 0 |
+| padding, granular additions, queue jumps | none: nothing is padded, memory is counted in blocks, and no input overtakes one of its tenant and priority. The series stay 0 |
 | `tgi_batch_input_tokens` | input and generated tokens of the running inputs, without padding |
 | `tgi_batch_max_remaining_tokens` | a sum, as in TGIS, despite its name |
 | quantiles | of the last minute, at most 4,096 observations of each process |

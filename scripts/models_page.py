@@ -21,7 +21,7 @@ EACH_FORMAT = ("llama", "mixtral", "granitemoe", "gpt2", "falcon", "t5")
 OTHERS = f"""\
 All of them support sharding (`--num-shard`), quantization (`--quantize`), soft prompts and adapters. The tests compare
 tiny models of every family with transformers in float32 on one shard, and Llama models on two. Accuracy and speed were
-measured only with Llama's shapes.
+measured only with models of Llama's shape and Gemma 3.
 
 ## Quantized checkpoints
 

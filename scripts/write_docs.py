@@ -3,6 +3,7 @@ change."""
 
 import sys
 from pathlib import Path
+from typing import Protocol
 
 from scripts import (
     configuration_page,
@@ -18,9 +19,16 @@ from scripts import (
     vllm_page,
     wire_page,
 )
+from scripts.accuracy_tables import PageWithTables
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = {
+
+
+class Page(Protocol):
+    def render(self) -> str: ...
+
+
+PAGES: dict[str, Page] = {
     "configuration.md": configuration_page,
     "metrics.md": metrics_page,
     "migrating/lmi.md": lmi_page,
@@ -28,8 +36,11 @@ PAGES = {
     "migrating/vllm.md": vllm_page,
     "models.md": models_page,
     "observability.md": observability_page,
+    "performance.md": PageWithTables("performance.md"),
     "pictures/speed.svg": speed_picture,
+    "quantized-checkpoints.md": PageWithTables("quantized-checkpoints.md"),
     "troubleshooting.md": troubleshooting_page,
+    "tuning.md": PageWithTables("tuning.md"),
     "wire.md": wire_page,
     "../deployment/components/monitoring/prometheusrule.yaml": prometheus_rule,
     "../deployment/monitoring/dashboard.json": dashboard,

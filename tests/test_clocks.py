@@ -20,6 +20,7 @@ ALLOWED = {
     "router/api/vllm_engine/cache_feed.py": "when blocks changed; numbers that grow with restarts",
     "router/api/vllm_engine/load_records.py": "when a load was read",
     "router/api/vllm_engine/servicer.py": "when the last call arrived, and when loads were read",
+    "router/engine/kv_events.py": "when blocks changed",
     "router/api/vllm/series.py": "when adapters were counted, which is a series' value in vLLM",
 }
 

@@ -40,7 +40,9 @@ FOREIGN_FLAGS = set(
     "--disable-prompt-logprobs "
     # llama.cpp's
     "--alias --api-key-file --cache-type-k --cache-type-v --chat-template-file --ctx-size --hf-file "
-    "--hf-repo --host --lora --parallel --rope-scale --threads".split()
+    "--hf-repo --host --lora --parallel --rope-scale --threads "
+    # Shepherd Model Gateway's
+    "--health-check-interval-secs --health-failure-threshold".split()
 )
 FOREIGN_NAMES = set(
     "HF_ENDPOINT TMPDIR CHAOS HOSTNAME INFERENCE_PRECISION_HINT ADD_SPECIAL_TOKENS DISABLE_PROMPT_LOGPROBS "

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import torch
 
 from integration_tests.clients.expectations import Served
-from integration_tests.clients.gateway import launch_gateway
+from integration_tests.clients.fleet import check_fleet
+from integration_tests.clients.gateway import Gateway, launch_gateway
 from integration_tests.clients.served import launch_served
 from integration_tests.support.service import Client
 
@@ -54,9 +56,20 @@ def run(directory: Path, environments: Path, clients: list[str]) -> list[str]:
     if GATEWAY in clients:
         program = environments / GATEWAY / "bin" / "smg"
         with launch_gateway(directory / "gateway", program) as gateway:
-            if not _is_served(GATEWAY, environments, gateway.served, gateway.services[0]):
+            is_served = _is_served(GATEWAY, environments, gateway.served, gateway.services[0])
+            if not (is_served and _is_fleet(gateway)):
                 failed.append(GATEWAY)
     return failed
+
+
+def _is_fleet(gateway: Gateway) -> bool:
+    """Return True if the services behind a gateway pass the checks as a fleet. They end some services."""
+    try:
+        check_fleet(gateway)
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
 
 
 def _is_served(name: str, environments: Path, served: Served, client: Client) -> bool:

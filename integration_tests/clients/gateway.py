@@ -1,5 +1,6 @@
 """Launches services without tokens and the Shepherd Model Gateway in front of them."""
 
+import signal
 import subprocess
 import time
 import urllib.error
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from integration_tests.clients.expectations import Served
 from integration_tests.clients.served import FLAGS, MODEL, launch_served
-from integration_tests.support.service import Client, serve
+from integration_tests.support.service import Client, launch
 from tests.support.link_files import free_ports
 
 READY_S = 60.0
@@ -22,21 +23,40 @@ ENGINE_API = ("--grpc-api", "fmaas,vllm-engine")
 class Gateway:
     served: Served
     services: list[Client]
+    smg: Path
+    """The gateway's program."""
+
+    @property
+    def worker_urls(self) -> list[str]:
+        return [f"grpc://127.0.0.1:{client.service.grpc_port}" for client in self.services]
 
 
 @contextmanager
-def launch_gateway(directory: Path, smg: Path, num_services: int = 2) -> Iterator[Gateway]:
+def launch_gateway(directory: Path, smg: Path, num_services: int = 3) -> Iterator[Gateway]:
     """Launch services of one model, and a gateway in front of them from the program `smg`."""
     with ExitStack() as stack:
         served, first = stack.enter_context(launch_served(directory, *ENGINE_API, has_key=False))
         flags = (*FLAGS, *ENGINE_API, "--served-model-name", MODEL)
         flags += ("--max-sequence-length", str(served.max_sequence_length))
-        start = contextmanager(serve)
-        others = [stack.enter_context(start(Path(served.directory), *flags)) for _ in range(num_services - 1)]
-        services = [first, *others]
-        urls = [f"grpc://127.0.0.1:{client.service.grpc_port}" for client in services]
-        url = stack.enter_context(run_gateway(smg, urls, directory / "smg.log"))
-        yield Gateway(replace(served, base_url=f"{url}/v1"), services)
+        others = stack.enter_context(_launch_all(Path(served.directory), num_services - 1, *flags))
+        gateway = Gateway(served, [first, *others], smg)
+        url = stack.enter_context(run_gateway(smg, gateway.worker_urls, directory / "smg.log"))
+        yield replace(gateway, served=replace(served, base_url=f"{url}/v1"))
+
+
+@contextmanager
+def _launch_all(directory: Path, count: int, *flags: str) -> Iterator[list[Client]]:
+    """Launch services at the same time. Checks may end or kill them."""
+    launched = [launch(directory, *flags) for _ in range(count)]
+    with ExitStack() as stack:
+        for service in launched:
+            stack.callback(service.end)
+        clients = [Client(service.wait_until_serving()) for service in launched]
+        for client in clients:
+            stack.callback(client.channel.close)
+        yield clients
+    codes = [service.process.returncode for service in launched]
+    assert set(codes) <= {0, -signal.SIGKILL}, "\n".join(service.output for service in launched)
 
 
 @contextmanager

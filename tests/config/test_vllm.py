@@ -53,6 +53,8 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     (["--max-model-len", "auto"], {}),
     (["--max-model-len", "-1"], {}),
     (["--max-num-seqs", "1k"], {"max_batch_size": 1000}),
+    (["--scheduling-policy", "fcfs"], {}),
+    (["--scheduling-policy", "priority"], {"priority_floor": -(2**31)}),
     (["--max-num-batched-tokens", "16K"], {"max_step_tokens": 16384}),
     (["--gpu-memory-utilization", "0.85"], {"cuda_memory_fraction": 0.85}),
     (["--num-gpu-blocks-override", "10"], {"kv_cache_tokens": 160}),
@@ -117,7 +119,7 @@ prefix-caching-hash-algo=sha256 swap-space=4 preemption-mode=swap max-log-len=10
 max-loras=4 max-cpu-loras=8 max-lora-rank=64 lora-dtype=auto guided-decoding-backend=xgrammar
 structured-outputs-config={} compilation-config=3 max-seq-len-to-capture=8192 attention-backend=FLASHINFER
 distributed-executor-backend=ray seed=7 limit-mm-per-prompt={"image":1} max-logprobs=20
-max-logprobs=5 load-format=auto load-format=safetensors load-format=gguf scheduling-policy=fcfs
+max-logprobs=5 load-format=auto load-format=safetensors load-format=gguf
 pipeline-parallel-size=1 data-parallel-size=1 task=generate runner=generate
 cpu-offload-gb=0 response-role=assistant tokenizer-mode=auto
 allowed-methods=["*"] allowed-headers=["*"] num-scheduler-steps=8 max-num-partial-prefills=2
@@ -136,7 +138,7 @@ model-loader-extra-config={} additional-config={} kv-transfer-config={} kv-event
 data-parallel-rank=0 data-parallel-address=x data-parallel-hybrid-lb enable-sleep-mode enable-eplb
 default-mm-loras={} enable-lora-bias enable-prompt-adapter qlora-adapter-name-or-path=x
 max-logprobs=21 max-logprobs=-1 load-format=dummy
-scheduling-policy=priority pipeline-parallel-size=2 data-parallel-size=2 task=embed
+scheduling-policy=other pipeline-parallel-size=2 data-parallel-size=2 task=embed
 runner=pooling cpu-offload-gb=10 response-role=bot tokenizer-mode=mistral
 speculative-model=org/draft ssl-cert-reqs=2 config-format=mistral
 """.split()

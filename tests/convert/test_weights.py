@@ -271,6 +271,7 @@ def test_an_index_that_promises_too_much(tmp_path: Path, also: dict[str, str], t
     assert convert(tmp_path, code=1) == f"{index} is not a JSON object"
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "pytorch_model.bin"
     os.mkfifo(file)  # reading it takes as long as the test needs

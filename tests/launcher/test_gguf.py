@@ -25,6 +25,7 @@ def launch(name: Path, tmp_path: Path) -> Service:
     return Service(["launcher", "--model-name", str(name), *ports, *log])
 
 
+@pytest.mark.slow
 def test_it_is_served(file: Path, tmp_path: Path) -> None:
     content = file.read_bytes()
     service = launch(file.parent, tmp_path).wait_until_serving()

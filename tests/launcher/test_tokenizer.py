@@ -35,6 +35,7 @@ def launch(model: Path, hub: Hub) -> Service:
     return Service(["launcher", "--model-name", str(model), *ports, *log], env)
 
 
+@pytest.mark.slow
 def test_it_is_converted_for_the_router_and_the_shard(model: Path, hub: Hub) -> None:
     before = sorted(model.iterdir())
     service = launch(model, hub).wait_until_serving()

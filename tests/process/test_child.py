@@ -129,6 +129,7 @@ def test_unread_output_does_not_block(
     check(tmp_path / "result")
 
 
+@pytest.mark.slow
 def test_threads_of_grpc_harm_no_child_and_no_child_harms_them(tmp_path: Path) -> None:
     (tmp_path / "tgis").mkdir()
     (tmp_path / "tgis" / "__init__.py").touch()

@@ -57,11 +57,16 @@ async def released_by(*messages: int, wait_s: float) -> int:
     return before - resident()
 
 
-@pytest.mark.parametrize("messages", [(ENOUGH_BYTES,), (ENOUGH_BYTES // 4,) * 4])
+@pytest.mark.parametrize(
+    "messages", [(ENOUGH_BYTES,), pytest.param((ENOUGH_BYTES // 4,) * 4, marks=pytest.mark.slow)]
+)
 async def test_enough_large_calls_give_memory_back(messages: tuple[int, ...]) -> None:
     assert await released_by(*messages, wait_s=20) >= HELD
 
 
-@pytest.mark.parametrize("messages", [(), (LARGE_BYTES,) * 1000, (ENOUGH_BYTES // 4,) * 3])
+@pytest.mark.parametrize(
+    "messages",
+    [(), (LARGE_BYTES,) * 1000, pytest.param((ENOUGH_BYTES // 4,) * 3, marks=pytest.mark.slow)],
+)
 async def test_nothing_is_looked_for_after_others(messages: tuple[int, ...]) -> None:
     assert await released_by(*messages, wait_s=0.2) < HELD

@@ -209,6 +209,7 @@ def test_no_sequence_starves_behind_new_ones(small: tuple[Setup, dict[str, float
     assert_nothing_left(setup.http, baseline)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_calls", [100, pytest.param(1000, marks=[pytest.mark.slow])], ids=["some", "many"]
 )

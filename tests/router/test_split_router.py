@@ -23,6 +23,7 @@ def test_the_suites_are_found() -> None:
     assert len(SUITES) > 20
 
 
+@pytest.mark.slow
 def test_the_wire_of_a_split_router() -> None:
     run_suite(HERE / "api/fmaas/test_old_clients.py", SPLIT, [])
 

@@ -25,6 +25,7 @@ def tight(tmp_path: Path) -> Iterator[Setup]:
     assert stop_router(setup) == 0
 
 
+@pytest.mark.slow
 def test_more_than_the_cache_holds_is_served_in_turn(tight: Setup) -> None:
     texts = [f"{i} girl bread fox dog time once upon " * 3 for i in range(50)]
     tight.stub.Generate(batch("a"))

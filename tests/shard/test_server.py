@@ -154,6 +154,7 @@ def stream(pair: Pair) -> Iterator[Both]:
         yield both
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_alike(model_path: Path, pair: Pair, stream: Both) -> None:
     infos = [stub.Info(pb.InfoRequest()) for stub in pair.stubs]
     assert [(info.rank, info.world_size, info.epoch) for info in infos] == [(0, 2, 3), (1, 2, 3)]

@@ -53,6 +53,7 @@ def test_damaged_files(tmp_path: Path) -> None:
             map_tensors(write(tmp_path / "file", {"a": entry}, b"\0" * 8))
 
 
+@pytest.mark.slow
 def test_nothing_stays(tmp_path: Path) -> None:
     save_file({f"{i}": torch.ones(300, 2) for i in range(400)}, tmp_path / "file")
     map_tensors(tmp_path / "file")

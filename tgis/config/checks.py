@@ -1,5 +1,6 @@
 """Checks the options given to a command, and applies other servers' option names to them."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from tgis.config.network import split_names
 from tgis.errors import OperatorError
 
 DEFAULT = "default"
+METADATA_KEY = re.compile("[a-z0-9._-]+")
 OTHER_ENGINES = (
     "use tgis_native, the service's own engine, or hf_transformers, or leave the option out to let the "
     "service choose"
@@ -103,7 +105,9 @@ def check(settings: Mapping[str, Setting], http_apis: Sequence[str], grpc_apis: 
     _check_properties(values)
     _check_ports(values)
     _check_tls(values)
+    _check_trusted_key(values.get("trust_metadata"))
     _check_grpc_api(values, grpc_apis)
+    _check_kv_events(values)
     _check_http_api(values, http_apis)
     _check_link(values, settings.get("num_shard"))
     _check_graphs(settings.get("cuda_graphs"))
@@ -126,6 +130,16 @@ def _check_ports(values: Mapping[str, Any]) -> None:
         )
 
 
+def _check_trusted_key(key: str | None) -> None:
+    if key is None:
+        return
+    is_reserved = key.startswith(("grpc-", "tgis-")) or key.endswith("-bin") or key == "authorization"
+    if is_reserved or not METADATA_KEY.fullmatch(key):
+        raise SettingsError(
+            f"trust_metadata: {key} is not a key of text metadata in lower case that a gateway may use"
+        )
+
+
 def _check_grpc_api(values: Mapping[str, Any], grpc_apis: Sequence[str]) -> None:
     if "grpc_api" not in values:
         return
@@ -133,6 +147,12 @@ def _check_grpc_api(values: Mapping[str, Any], grpc_apis: Sequence[str]) -> None
     if not names:
         raise SettingsError(f"grpc_api: it must name at least one of {', '.join(grpc_apis)}")
     _check_names("grpc_api", names, grpc_apis)
+
+
+def _check_kv_events(values: Mapping[str, Any]) -> None:
+    for name in ("kv_events_replay_endpoint", "kv_events_topic"):
+        if values.get(name) and not values.get("kv_events_endpoint"):
+            raise SettingsError(f"{name}: this option needs --kv-events-endpoint")
 
 
 def _check_names(option: str, names: Sequence[str], allowed: Sequence[str]) -> None:

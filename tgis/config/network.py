@@ -41,6 +41,19 @@ class PortOptions:
         "APIs served over gRPC, separated by commas: fmaas, vllm-engine.",
         "fmaas",
     )
+    kv_events_endpoint: str | None = option(
+        "ZMQ address, such as tcp://127.0.0.1:5557, at which changes of the prefix cache are published in "
+        "vLLM's form to everyone who can connect; unset: nowhere.",
+        None,
+    )
+    kv_events_replay_endpoint: str | None = option(
+        "ZMQ address at which subscribers of --kv-events-endpoint ask for batches that they have missed; "
+        "unset: none.",
+        None,
+    )
+    kv_events_topic: str | None = option(
+        "Topic of the batches of --kv-events-endpoint; unset: an empty topic.", None
+    )
     http_api: str | None = option(
         "APIs served over HTTP beside gRPC, separated by commas: openai, tgi, lmi; tgi and lmi include "
         "openai; unset: none.",
@@ -75,8 +88,14 @@ class PortOptions:
         group=Group.TLS,
     )
     auth_tokens_path: str | None = option(
-        "File of bearer tokens, one per line, as TOKEN or `tenant NAME TOKEN`; every call must send one of "
-        "them; unset: calls need no token.",
+        "File of bearer tokens, one per line, as TOKEN, `tenant NAME TOKEN` or `operator TOKEN`; every call "
+        "must send one of them; unset: calls need no token. Lines `limits NAME` set limits of tenants.",
+        None,
+        group=Group.TLS,
+    )
+    trust_metadata: str | None = option(
+        "Metadata key over gRPC, and header over HTTP, in which a gateway names the tenant of a call; every "
+        "client that reaches the ports is trusted with it. Unset: none.",
         None,
         group=Group.TLS,
     )

@@ -7,6 +7,7 @@ from tgis.config.option import Group, in_group, option
 SERVICE_NAME = "text-generation-inference.router"
 JSON_FORM, JSON_LINES_FORM, SSE_FORM, TGI_FORM = "json", "jsonlines", "sse", "tgi_compat"
 GENERATION_CONFIG_AUTO, GENERATION_CONFIG_NONE = "auto", "none"
+MIN_PRIORITY = -(2**31)
 SHORT_SEQUENCE = "max_sequence_length ({value}) must be at least 2 (1 input + 1 output)"
 
 
@@ -42,6 +43,30 @@ class ServingOptions:
         minimum=1,
         maximum=100_000,
         refusal="max_concurrent_requests must be > 0",
+    )
+    priority_floor: int = option(
+        "Lowest value of `priority`, which is served first, that a request may use; lower values count as "
+        "this one. The token file may set another one for a tenant.",
+        0,
+        minimum=MIN_PRIORITY,
+    )
+    tenant_concurrent_requests: int | None = option(
+        "Maximum number of sequences of a tenant, running or waiting, in the service at once; the token file "
+        "may set another one for a tenant. Unset: limited by --max-concurrent-requests only.",
+        None,
+        minimum=1,
+    )
+    tenant_requests_per_minute: int | None = option(
+        "Maximum number of sequences that a tenant may request per minute; further requests are refused as "
+        "in an overload. The token file may set another one for a tenant. Unset: no limit.",
+        None,
+        minimum=1,
+    )
+    tenant_tokens_per_minute: int | None = option(
+        "Maximum number of input and generated tokens of a tenant per minute; further requests are refused "
+        "as in an overload. The token file may set another one for a tenant. Unset: no limit.",
+        None,
+        minimum=1,
     )
     max_new_tokens: int | None = option(
         "Maximum value of a request's max_new_tokens; unset: 1024 over gRPC, and the sequence length over "
@@ -200,6 +225,12 @@ class ServingOptions:
         250.0,
         minimum=1,
         group=Group.MEMORY,
+    )
+    max_queue_time: float | None = option(
+        "Maximum time, in seconds, that a request waits for its first step; after it, the request is refused "
+        "as in an overload. Unset: no limit.",
+        None,
+        minimum=0.001,
     )
     first_token_timeout: float | None = option(
         "Maximum time, in seconds, from the acceptance of a request to its first token; after it, the "

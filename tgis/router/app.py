@@ -29,6 +29,7 @@ from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, warn_if_unprotected
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
+from tgis.router.api.grpc.gateway_interceptor import GatewayInterceptor
 from tgis.router.api.grpc.health import NAME as HEALTH
 from tgis.router.api.grpc.health import Health
 from tgis.router.api.grpc.load_interceptor import LoadInterceptor
@@ -49,6 +50,7 @@ from tgis.router.api.registry import (
     served_interfaces,
 )
 from tgis.router.api.service import GenerationService
+from tgis.router.api.tenants import TenantRules
 from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate, load_template
@@ -125,6 +127,7 @@ class _Router:
         # This refuses an unsupported kind of tokenizer before the shards have loaded.
         self._vocabulary(True, frozenset())
         self._engine = open_engine(config, self._metrics, self._health.set)
+        self._tokens = BearerTokens(config.auth_tokens_path) if config.auth_tokens_path else None
         self._load = RecentLoad(partial(read_engine_load, self._metrics, self._engine.gauges))
         rates = RequestRates(self._metrics, config.metrics_dir)
         self._load_reports = LoadReports(self._load.read, rates, config.max_batch_size)
@@ -144,6 +147,7 @@ class _Router:
             self._scrape(),
             self._memory,
             self._load_reports,
+            self._tokens,
         )
 
     def _is_ready(self) -> bool:
@@ -159,6 +163,7 @@ class _Router:
             self._tokenizer,
             self._vocabulary,
             Accounting(metrics, self._tracing, config.log_text_chars),
+            _tenant_rules(config, self._tokens),
         )
 
     def _scrape(self) -> Render:
@@ -195,6 +200,7 @@ class _Router:
             self._is_ready,
             adapter_roots=_adapter_roots(config),
             load=self._load.read,
+            watching=self._health.watching,
         )
 
     def _build_server(self) -> grpc.aio.Server:
@@ -203,8 +209,10 @@ class _Router:
             LoadInterceptor(self._load_reports),
             ErrorInterceptor(self._slow_clients, self._pacing, self._memory, failures),
         ]
-        if config.auth_tokens_path:
-            interceptors.insert(0, AuthInterceptor(BearerTokens(config.auth_tokens_path), failures))
+        if config.trust_metadata:
+            interceptors.insert(0, GatewayInterceptor(config.trust_metadata))
+        if self._tokens is not None:
+            interceptors.insert(0, AuthInterceptor(self._tokens, failures))
         shorten_send_errors()
         server = grpc.aio.server(interceptors=interceptors, options=grpc_options(config))
         for interface in self._interfaces:
@@ -335,6 +343,19 @@ class _Router:
 def _adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
     roots = (config.adapter_roots or "").split(os.pathsep)
     return tuple(filter(None, roots)) if config.runtime_adapters else None
+
+
+def _tenant_rules(config: RouterConfig, tokens: BearerTokens | None) -> Callable[[str], TenantRules]:
+    """Return a function that returns a tenant's rules."""
+    default = TenantRules(
+        config.priority_floor,
+        config.tenant_requests_per_minute,
+        config.tenant_tokens_per_minute,
+        config.tenant_concurrent_requests,
+    )
+    if tokens is None:
+        return lambda tenant: default
+    return lambda tenant: tokens.rules_of(tenant, default)
 
 
 def _served_names(config: RouterConfig) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ RouterError
 │   └── NotFoundError                       the same; the request names an adapter that does not exist
 ├── PayloadTooLargeError INVALID_ARGUMENT   the request has too many bytes
 ├── OverloadedError     RESOURCE_EXHAUSTED  no capacity now; the client may retry
+│   ├── QueueTimeoutError                   the same; the request waited too long for its first step
+│   └── TenantLimitError                    the same; the tenant has used its share of a minute
 ├── SlowClientError     RESOURCE_EXHAUSTED  the client does not read its answer
 ├── TimedOutError       DEADLINE_EXCEEDED   no token arrived within the operator's time limit
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards were lost for too long
@@ -89,6 +91,19 @@ class PayloadTooLargeError(RouterError):
 
 class OverloadedError(RouterError):
     code = Code.RESOURCE_EXHAUSTED
+    retry_s = 1
+    """Seconds after which the client may retry."""
+
+
+class TenantLimitError(OverloadedError):
+    def __init__(self, text: str, retry_s: int) -> None:
+        super().__init__(text)
+        self.retry_s = retry_s
+
+
+class QueueTimeoutError(OverloadedError):
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"the request waited {limit_s:g} s and was not started")
 
 
 class SlowClientError(RouterError):

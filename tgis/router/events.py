@@ -76,6 +76,8 @@ class TimedOut:
     limit_s: float
     is_first: bool
     """True if the limit is the first token's."""
+    is_queued: bool = False
+    """True if the limit is that of the queue, before the first step."""
 
 
 Failure = Failed | TimedOut

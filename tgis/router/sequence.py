@@ -189,6 +189,8 @@ class Sequence:
     """Padding in place of the virtual tokens, and the input; encoder-decoder models only."""
     cache_salt: CacheSalt = CacheSalt()
     siblings: Siblings = field(default_factory=Siblings)
+    priority: int = 0
+    """Sequences with lower values are admitted first."""
     prompt_len: int = field(init=False)
     max_tokens: int = field(init=False)
     """Maximum length of token_ids."""

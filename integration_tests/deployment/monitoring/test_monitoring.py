@@ -41,6 +41,8 @@ RARE = {
     ("err", "generate"): "a defect, or shards that stay away",
     ("err", "timeout"): "a time limit that passes in the queue",
     ("err", "token_timeout"): "needs --first-token-timeout or --next-token-timeout",
+    ("err", "queue_timeout"): "needs --max-queue-time",
+    ("err", "tenant_limit"): "needs limits of tenants",
     ("err", "slow_reader"): "a client that does not read for a minute",
     ("err", "unauthenticated"): "needs --auth-tokens-path",
     ("code", "5.."): "a defect, or shards that stay away",

@@ -123,6 +123,7 @@ METADATA: dict[tuple[str, ...], dict[str, str | bytes]] = {
     ("--watermark",): {"tgis-watermark": "true"},
     ("--cache-salt", "é\n"): {"tgis-cache-salt-bin": b"\xc3\xa9\n"},
     ("--cache-salt", ""): {"tgis-cache-salt-bin": b""},
+    ("--priority", "-3"): {"tgis-priority": "-3"},
     ("--input-ids",): {"tgis-input": "ids"},
     ("--token-ids",): {"tgis-tokens": "ids"},
     ("--min-p", "0.5", "--ignore-eos", "--token-ids"): {

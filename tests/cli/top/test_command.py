@@ -246,6 +246,7 @@ def test_a_terminal_without_colours_is_left_as_it_was(number: signal.Signals) ->
     assert not COLOUR.search(screen.text)
 
 
+@pytest.mark.slow
 def test_a_certificate_of_another_name_is_refused(authority: Path, tmp_path: Path) -> None:
     tls = ["--tls-cert-path", str(authority / "cert.pem"), "--tls-key-path", str(authority / "key.pem")]
     with running(tmp_path, *tls, "--http-tls") as setup:
@@ -258,6 +259,7 @@ def test_a_certificate_of_another_name_is_refused(authority: Path, tmp_path: Pat
         assert re.search(r"^certificate \d+\.\d days left$", seen.stdout, re.MULTILINE), seen.stdout
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_plain_frames_and_one_line_for_an_absence(router: Setup) -> None:
     command = [*COMMAND, "--target", target_of(router), "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:

@@ -95,7 +95,7 @@ def read_late(served: ServedHttp, body: Any, may_read: threading.Event) -> bytes
     return data
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_late_http_readers_get_coalesced_events(n: int, tmp_path: Path) -> None:
     """The answer has megabytes, more than the sockets of both ends hold."""
     async with scripted_chats(tmp_path, ChatFormats()) as chats:

@@ -115,6 +115,7 @@ async def test_parameters_that_one_api_lacks_are_counted(served: JsonApi) -> Non
         watermark=True,
         n=2,
         cache_salt=b"salt",
+        priority=3,
     )
     call = read(json.dumps({"texts": ["5 6 7"]}), "batch")
     await served.service.generate(call)
@@ -125,7 +126,7 @@ async def test_parameters_that_one_api_lacks_are_counted(served: JsonApi) -> Non
     with pytest.raises(RequestError, match="max_new_tokens must be <= 199"):
         await served.service.generate(replace(call, parameters=replace(every, max_new_tokens=200)))
     names = [field.name for field in fields(Parameters) if getattr(every, field.name) != field.default]
-    assert len(names) == 9
+    assert len(names) == 10
     assert counter.values() == {(name,): 1 + (name == "min_p") for name in [*names, "input_ids"]}
 
 

@@ -128,6 +128,7 @@ def test_nothing_is_left_at_the_end(tmp_path: Path, kind: str) -> None:
     assert "leaked" not in setup.service.output, "as every end of a router is checked"
 
 
+@pytest.mark.slow
 def test_leaks_are_found(tmp_path: Path) -> None:
     """Check that the tests above fail for a router that leaks some of every resource."""
     setup = start_router(tmp_path, 1, module="tests.support.router.leaky_router")

@@ -23,8 +23,9 @@ LONG = {"stopping": stopping(150, min_new_tokens=150)}
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setup, dict[str, float]]]:
     home: Path = tmp_path_factory.mktemp("guarded")
-    (home / "tokens").write_text("secret\n")
+    (home / "tokens").write_text("secret\nlimits small requests-per-minute=1\n")
     flags = ["--json-output", "--max-concurrent-requests", "20", "--recovery-timeout", "0.3"]
+    flags += ["--trust-metadata", "x-tenant"]
     setup = start_router(home, 1, "--auth-tokens-path", str(home / "tokens"), *flags)
     setup.stub.Generate(batch("a"), metadata=TOKEN)
     yield setup, take_baseline(setup.http)
@@ -68,6 +69,12 @@ def be_refused_by_a_shard(setup: Setup) -> None:
         model.refuses = lambda message: False
 
 
+def exceed_a_limit(setup: Setup) -> None:
+    metadata = (*TOKEN, ("x-tenant", "small"))
+    setup.stub.Generate(batch("a"), metadata=metadata)
+    setup.stub.Generate(batch("a"), metadata=metadata)
+
+
 def lose_the_shards(setup: Setup) -> None:
     call = setup.stub.GenerateStream(single("a", **LONG), metadata=TOKEN)
     next(call), next(call)
@@ -97,6 +104,7 @@ CLASSES: dict[str, tuple[Callable[[Setup], None], grpc.StatusCode, str, tuple[st
         lambda setup: generate(setup, *["a"] * 21),
         *(Status.RESOURCE_EXHAUSTED, "conc_limit", ("request_log", "ERROR")),
     ),
+    "too often": (exceed_a_limit, Status.RESOURCE_EXHAUSTED, "tenant_limit", ("request_log", "ERROR")),
     "cancelled": (be_cancelled, Status.CANCELLED, "cancelled", ("request_log", "WARNING")),
     "late": (be_late, Status.DEADLINE_EXCEEDED, "cancelled", ("request_log", "WARNING")),
     "refused row": (be_refused_by_a_shard, Status.INTERNAL, "generate", ("request_log", "ERROR")),

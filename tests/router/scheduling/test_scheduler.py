@@ -2,7 +2,7 @@
 
 The workloads include late answers, cancels, stops that only the router sees, refused rows, preemption and
 lost shards. They use decoder-only and encoder-decoder models, long rotary frequencies, prompts, adapters,
-salts, siblings, and reservation of whole lengths."""
+salts, tenants, priorities, siblings, and reservation of whole lengths."""
 
 import random
 import zlib
@@ -187,8 +187,9 @@ class Workload:
         """Return the requests in order of arrival, with salts and with siblings of different limits."""
         salts = r.choice([(CacheSalt(),), (CacheSalt("a"), CacheSalt("b"), CacheSalt("a", b"x"))])
         share, arrivals = r.choice([0.0, 0.0, 0.3, 1.0]), []
+        priorities = r.choice([(0,), (0, 0, -1, 2)])
         for request in self._requests():
-            siblings, salt = Siblings(), r.choice(salts)
+            siblings, salt, priority = Siblings(), r.choice(salts), r.choice(priorities)
             for number in range(r.randint(1, 4) if r.random() < share else 1):
                 limit = request.stopping.max_new_tokens
                 sequence = replace(
@@ -200,6 +201,7 @@ class Workload:
                     details=Details() if number and r.random() < 0.8 else request.details,
                     cache_salt=salt,
                     siblings=siblings,
+                    priority=priority,
                     block_table=[],
                     cross_blocks=[],
                 )
@@ -280,11 +282,16 @@ class Workload:
             self.sent.append((step, pb.StepRequest.FromString(request.SerializeToString())))
 
     def check_turns(self, step: Step) -> None:
-        """Check that no sequence starts before an older one, unless the older one waits for a sibling."""
+        """Check that no sequence starts before an older one of its tenant and priority, unless the older one
+        waits for a sibling."""
         for work in step.work:
             if work.sequence in self.queue:
+                own = work.sequence.cache_salt.tenant, work.sequence.priority
                 place = self.queue.index(work.sequence)
-                assert all(map(self.may_wait_for_sibling, self.queue[:place]))
+                older = [
+                    each for each in self.queue[:place] if (each.cache_salt.tenant, each.priority) == own
+                ]
+                assert all(map(self.may_wait_for_sibling, older))
                 self.num_held += place
                 del self.queue[place]
 
@@ -422,6 +429,7 @@ def test_outcomes_never_depend_on_scheduling(batch: int) -> None:
         Workload(seed).run()
 
 
+@pytest.mark.slow
 def test_the_workloads_reach_every_case() -> None:
     """Check that the random workloads reach every case."""
     met: Counter[str] = Counter()

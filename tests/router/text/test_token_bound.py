@@ -479,6 +479,7 @@ def search(seeds: range) -> tuple[int, int]:
     return num_bounded, num_close
 
 
+@pytest.mark.slow
 def test_a_random_search_finds_no_text_with_fewer_tokens() -> None:
     num_bounded, num_close = search(range(1000))
     assert num_bounded > 250

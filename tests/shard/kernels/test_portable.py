@@ -383,10 +383,10 @@ class Half(ProcessGroup):
     [
         ("dynamic", "bfloat16", 1),
         ("gemma2", "float32", 1),
-        ("phi3", "bfloat16", 1),
         ("mixtral", "float32", 1),
-        ("bloom", "bfloat16", 1),
-        ("t5", "float32", 1),
+        pytest.param("phi3", "bfloat16", 1, marks=pytest.mark.slow),
+        pytest.param("bloom", "bfloat16", 1, marks=pytest.mark.slow),
+        pytest.param("t5", "float32", 1, marks=pytest.mark.slow),
         ("bart", "bfloat16", 1),
         ("olmo2", "float32", 2),
     ],

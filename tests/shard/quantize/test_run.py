@@ -357,6 +357,7 @@ def read_all(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes(tmp_path: Path, rounded: list[tuple[torch.Tensor, GroupCodes]]) -> None:
     model, killed, whole = tmp_path / "model", tmp_path / "killed", tmp_path / "whole"
     config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 8})

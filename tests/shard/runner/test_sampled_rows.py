@@ -233,6 +233,7 @@ def test_raw_details_are_those_of_the_model(runner: ModelRunner, oracle: Any, sa
     assert max(usual.ranks) < max(raw.ranks), "the mask excludes most of the model's best tokens"
 
 
+@pytest.mark.slow
 def test_other_devices_sample_the_same(directory: Path) -> None:
     """Check that penalties and biases are moved to the device of the logits."""
 

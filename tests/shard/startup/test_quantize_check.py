@@ -54,7 +54,9 @@ def compute_steps(group: ProcessGroup, directory: Path) -> Tensor:
     return torch.cat([torch.cat(list(stepper.step(work).values())) for work in steps]).log_softmax(-1)
 
 
-@pytest.mark.parametrize("case", ["grouped_queries", "tied", "biases"])
+@pytest.mark.parametrize(
+    "case", ["grouped_queries", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "biases"))]
+)
 def test_both_numbers_of_ranks_are_near_float32(
     case: str, ranks: Ranks, checkpoint: Callable[[str], Path]
 ) -> None:

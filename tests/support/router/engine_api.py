@@ -23,7 +23,7 @@ class EngineApi(NamedTuple):
 
 
 @contextmanager
-def serve_engine_api(directory: Path) -> Iterator[EngineApi]:
-    setup = start_router(directory, 1, *FLAGS, *DEFAULTS)
+def serve_engine_api(directory: Path, *flags: str) -> Iterator[EngineApi]:
+    setup = start_router(directory, 1, *FLAGS, *DEFAULTS, *flags)
     yield EngineApi(setup, VllmEngineStub(setup.channel))  # type: ignore[no-untyped-call]
     assert stop_router(setup) == 0, setup.service.output

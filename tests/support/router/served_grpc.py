@@ -1,7 +1,7 @@
 """Serves the router's gRPC port in this process, in front of an engine and a fake shard. Records the specs of
 the sequences that calls open in the engine."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +23,13 @@ from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.fmaas.servicer import GenerationServicer
 from tgis.router.api.grpc.auth_interceptor import AuthInterceptor
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
+from tgis.router.api.grpc.gateway_interceptor import GatewayInterceptor
 from tgis.router.api.grpc.load_interceptor import LoadInterceptor
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.api.service import GenerationService
+from tgis.router.api.tenants import TenantRules
 from tgis.router.engine.handle import EngineHandle, SequenceSpec
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
@@ -36,6 +38,7 @@ from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
 
+NO_RULES = TenantRules()
 LIMITS = RequestLimits(
     max_sequence_length=200,
     max_new_tokens=199,
@@ -87,9 +90,13 @@ async def open_grpc(
     info: shard_pb2.InfoResponse | None = None,
     limits: RequestLimits = LIMITS,
     tracing: Tracing | None = None,
+    rules: TenantRules = NO_RULES,
+    trusted_key: str | None = None,
     **options: Any,
 ) -> AsyncIterator[ServedGrpc]:
-    """Open the port. `options` has further options of the router's engine."""
+    """Open the port. `rules` are those of tenants without their own. `options` has further options of the
+    router's engine."""
+    tokens = None if tokens_path is None else BearerTokens(str(tokens_path))
     write_byte_level(directory, VOCAB_SIZE)
     async with open_scene(directory, False, info, **options) as scene:
         tokenizer, compiler, handle = (
@@ -98,14 +105,24 @@ async def open_grpc(
             RecordingHandle(scene.handle),
         )
         accounting = Accounting(scene.metrics, tracing or Tracing(), 0)
-        service = _service(scene, handle, tokenizer, compiler, limits, accounting)
+        service = _service(
+            scene,
+            handle,
+            tokenizer,
+            compiler,
+            limits,
+            accounting,
+            lambda tenant: rules if tokens is None else tokens.rules_of(tenant, rules),
+        )
         failures = scene.metrics.request_failure
         interceptors: list[Any] = [
             LoadInterceptor(load_reports(scene.metrics)),
             ErrorInterceptor(SlowClients(60), RefusalPacing(), MemoryRelease(), failures),
         ]
-        if tokens_path is not None:
-            interceptors.insert(0, AuthInterceptor(BearerTokens(str(tokens_path)), failures))
+        if trusted_key is not None:
+            interceptors.insert(0, GatewayInterceptor(trusted_key))
+        if tokens is not None:
+            interceptors.insert(0, AuthInterceptor(tokens, failures))
         options = grpc_options(RouterConfig(tokenizer_path=""))
         server = grpc.aio.server(interceptors=interceptors, options=options)
         add_GenerationServiceServicer_to_server(GenerationServicer(service, tokenizer), server)
@@ -141,10 +158,11 @@ def _service(
     compiler: GrammarCompiler,
     limits: RequestLimits,
     accounting: Accounting,
+    rules_of: Callable[[str], TenantRules],
 ) -> GenerationService:
     vocabulary = Vocabulary(tokenizer)
     validator = Validator(tokenizer, limits, compiler, scene.metrics, handle.info)
-    return GenerationService(handle, validator, tokenizer, lambda *_: vocabulary, accounting)
+    return GenerationService(handle, validator, tokenizer, lambda *_: vocabulary, accounting, rules_of)
 
 
 def _open_port(server: grpc.aio.Server, files: Files | None) -> int:

@@ -13,12 +13,14 @@ from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import VOCAB_SIZE
 from tests.support.router.load import load_reports, no_other_processes
 from tests.support.router.model_of_contents import Library
-from tests.support.router.served_grpc import LIMITS, RecordingHandle
+from tests.support.router.served_grpc import LIMITS, NO_RULES, RecordingHandle
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
 from tgis.net.http_server import serve_listener
 from tgis.pb import shard_pb2
 from tgis.process.memory_release import MemoryRelease
+from tgis.router.api.bearer_tokens import BearerTokens
+from tgis.router.api.grpc.health import Health
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
 from tgis.router.api.http.serving.app import ApiGate, Phase, api_route, starlette_of
@@ -26,6 +28,7 @@ from tgis.router.api.http.serving.load_header import LoadHeader
 from tgis.router.api.models import Models
 from tgis.router.api.registry import build_http_apis, model_placeholders
 from tgis.router.api.service import GenerationService
+from tgis.router.api.tenants import TenantRules
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.metrics.engine_load import read_engine_load
@@ -68,13 +71,16 @@ async def open_http(
     lmi_output_formatter: str | None = None,
     is_ready: Callable[[], bool] = lambda: True,
     port_options: Mapping[str, Any] | None = None,
+    rules: TenantRules = NO_RULES,
     **options: Any,
 ) -> AsyncIterator[ServedHttp]:
     """Open the APIs. `renderer` is for chats, `tokens` a file of bearer tokens, `library` the shard's
-    adapters, and `adapter_roots` the directories in which clients may find them. `port_options` and `options`
-    are further options of the port and of the router's engine."""
+    adapters, and `adapter_roots` the directories in which clients may find them. `rules` are those of tenants
+    without their own. `port_options` and `options` are further options of the port and of the router's
+    engine."""
     write_tokenizer(directory, VOCAB_SIZE)
     room = limits.max_sequence_length
+    bearer = None if tokens is None else BearerTokens(str(tokens))
     async with open_scene(directory, False, info, library, room, **options) as scene:
         tokenizer, compiler = Tokenizer(directory, 1), GrammarCompiler()
         handle, vocabularies = RecordingHandle(scene.handle), cache(partial(Vocabulary, tokenizer, False))
@@ -85,6 +91,7 @@ async def open_http(
             tokenizer,
             vocabularies,
             Accounting(scene.metrics, tracing or Tracing(), 0),
+            lambda tenant: rules if bearer is None else bearer.rules_of(tenant, rules),
         )
         config = RouterConfig(
             tokenizer_path="",
@@ -112,9 +119,10 @@ async def open_http(
             is_ready,
             adapter_roots,
             load=partial(read_engine_load, scene.metrics, no_other_processes),
+            watching=Health().watching,
         )
         apis = [api for api in build_http_apis(parts) if api.is_served]
-        gate = ApiGate(apis, config, scene.metrics.request_failure, MemoryRelease())
+        gate = ApiGate(apis, config, scene.metrics.request_failure, MemoryRelease(), bearer)
         gate.phase = Phase.OPEN
         app = LoadHeader(AnswerAccounts(gate, apis, scene.metrics), load_reports(scene.metrics))
         probes = [route for each in apis for route in each.probes]

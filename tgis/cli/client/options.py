@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tgis.config.option import option
+from tgis.config.serving import MIN_PRIORITY
 from tgis.pb import generation_pb2 as pb
 from tgis.sampling_parameters import PARAMETERS, SHARED, Parameter
 
@@ -92,6 +93,12 @@ class GenerationOptions(SamplingOptions):
     cache_salt: str | None = option(
         "Share cached prompts only with calls that have the same salt.", None, env=False
     )
+    priority: int | None = option(
+        "Start before calls with a larger number, as far as the service allows; unset: 0.",
+        None,
+        env=False,
+        minimum=MIN_PRIORITY,
+    )
     details: bool = option(
         "Also print a table of the tokens (log-probability, rank, likeliest tokens) and the call's timings.",
         False,
@@ -164,6 +171,7 @@ def build_metadata(options: GenerationOptions) -> Metadata:
         "tgis-stop-token-ids": ",".join(map(str, options.stop_token_id)),
         "tgis-ignore-eos": "true" if options.ignore_eos else "",
         "tgis-watermark": "true" if options.watermark else "",
+        "tgis-priority": "" if options.priority is None else str(options.priority),
     }
     metadata: Metadata = [(key, text) for key, text in texts.items() if text]
     if options.cache_salt is not None:

@@ -1,14 +1,18 @@
-"""Reads the bearer tokens that all APIs require, and maps each token to a tenant."""
+"""Reads the bearer tokens that all APIs require, the holder of each token, and the limits of tenants."""
 
 import hashlib
 import hmac
 import logging
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+from tgis.config.option import LARGEST
+from tgis.config.serving import MIN_PRIORITY
 from tgis.net.tls import file_version
-from tgis.router.api.tenants import MAX_NAME_CHARS, is_name
+from tgis.router.api.tenants import MAX_NAME_CHARS, TenantRules, TokenHolder, is_name
 from tgis.router.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -17,32 +21,48 @@ SCHEME = "bearer "
 REFUSAL = "a valid bearer token is required"
 SPACES = " \t"  # separators in headers and lines; other whitespace is part of a token
 WORD = re.compile(rf"[^{SPACES}\r]+")
+MINIMUMS = {
+    "priority-floor": MIN_PRIORITY,
+    "requests-per-minute": 1,
+    "tokens-per-minute": 1,
+    "concurrent-requests": 1,
+}
+"""Names and minimum values of a tenant's limits."""
+RULE_VALUE = re.compile("-?[0-9]{1,10}")
 CHECK_INTERVAL_S = 1.0  # minimum time between two checks of the file
 
 
 class BearerTokens:
-    """Bearer tokens from a file. Each line is empty, a token or `tenant NAME TOKEN`. The file is read again
-    when it changes, so that an operator can replace tokens."""
+    """Bearer tokens from a file. Each line is empty, a token, `tenant NAME TOKEN`, `operator TOKEN`, or
+    `limits NAME` with the tenant's limits. The file is read again when it changes, so that an operator can
+    replace tokens."""
 
     def __init__(self, path: str) -> None:
         """Read the file. Raises StartupError."""
         self._path = path
         self._state = file_version(path)
         self._checked_at = time.monotonic()
-        self._tenants = _read(path)
+        self._content = _read(path)
 
-    def tenant_of_header(self, header: str) -> str | None:
-        """Return the result of `tenant_of` for the token in an `authorization` header."""
+    def holder_of_header(self, header: str) -> TokenHolder | None:
+        """Return the result of `holder_of` for the token in an `authorization` header."""
         scheme, token = header[: len(SCHEME)], header[len(SCHEME) :]
-        return self.tenant_of(token.strip(SPACES)) if scheme.lower() == SCHEME else None
+        return self.holder_of(token.strip(SPACES)) if scheme.lower() == SCHEME else None
 
-    def tenant_of(self, token: str) -> str | None:
-        """Return the tenant of `token`, an empty name if it has no tenant, or None if the token is unknown.
-        The time taken does not depend on how much of the token is right."""
+    def holder_of(self, token: str) -> TokenHolder | None:
+        """Return the holder of `token`, or None if the token is unknown. The time taken does not depend on
+        how much of the token is right."""
         self._reload_if_changed()
         digest = _digest(token)
-        matches = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(digest, known)]
+        matches = [
+            holder for known, holder in self._content.holders.items() if hmac.compare_digest(digest, known)
+        ]
         return matches[0] if matches else None
+
+    def rules_of(self, tenant: str, default: TenantRules) -> TenantRules:
+        """Return a tenant's rules: those of the file, and the default for all others."""
+        own = self._content.rules.get(tenant)
+        return replace(default, **own) if own else default
 
     def _reload_if_changed(self) -> None:
         now = time.monotonic()
@@ -52,39 +72,72 @@ class BearerTokens:
         if state != self._state:
             self._state = state
             try:
-                self._tenants = _read(self._path)
+                self._content = _read(self._path)
             except StartupError as error:
                 logger.error("the bearer tokens were not reloaded, those read before stay valid: %s", error)
 
 
-def _read(path: str) -> dict[bytes, str]:
-    """Return the tenants' names by token digest. No error's text contains the content of a line."""
+class _Content(NamedTuple):
+    """Content of the file."""
+
+    holders: dict[bytes, TokenHolder]
+    """Holders by digest of the token."""
+    rules: dict[str, dict[str, int]]
+    """Fields of TenantRules by tenant."""
+
+
+def _read(path: str) -> _Content:
+    """Read the file. No error's text contains the content of a line. Raises StartupError."""
     try:
         lines = Path(path).read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"the file of bearer tokens {path} cannot be read") from error
-    tenants: dict[bytes, str] = {}
+    content = _Content({}, {})
     for number, words in enumerate(map(WORD.findall, lines), 1):
-        match words:
-            case []:
-                continue
-            case [token]:
-                name = ""
-            case ["tenant", name, token] if is_name(name):
-                pass
-            case _:
-                raise StartupError(
-                    f"line {number} of the file of bearer tokens {path} must be TOKEN or `tenant NAME TOKEN` "
-                    f"with a name of at most {MAX_NAME_CHARS} characters of printable ASCII"
-                )
-        if tenants.setdefault(_digest(token), name) != name:
-            raise StartupError(
-                f"line {number} of the file of bearer tokens {path} has a token that another line gives to "
-                "another tenant"
-            )
-    if not tenants:
+        _read_line(words, f"line {number} of the file of bearer tokens {path}", content)
+    if not content.holders:
         raise StartupError(f"the file of bearer tokens {path} has no token")
-    return tenants
+    return content
+
+
+def _read_line(words: list[str], place: str, content: _Content) -> None:
+    """Add a line to the content. Raises StartupError, which names the line's place."""
+    match words:
+        case []:
+            return
+        case [token]:
+            holder = TokenHolder()
+        case ["operator", token]:
+            holder = TokenHolder(is_operator=True)
+        case ["tenant", name, token] if is_name(name):
+            holder = TokenHolder(name)
+        case ["limits", name, _, *_] if is_name(name):
+            rules = _read_rules(words[2:])
+            if rules is None or content.rules.setdefault(name, rules) is not rules:
+                raise StartupError(
+                    f"{place} must be `limits NAME` once per tenant, with values of {', '.join(MINIMUMS)}, "
+                    "as KEY=NUMBER"
+                )
+            return
+        case _:
+            raise StartupError(
+                f"{place} must be TOKEN, `operator TOKEN` or `tenant NAME TOKEN` "
+                f"with a name of at most {MAX_NAME_CHARS} characters of printable ASCII"
+            )
+    if content.holders.setdefault(_digest(token), holder) != holder:
+        raise StartupError(f"{place} has a token that another line gives to another tenant or to an operator")
+
+
+def _read_rules(words: list[str]) -> dict[str, int] | None:
+    """Return the fields of TenantRules, or None if a word is not one of them with a valid value."""
+    rules: dict[str, int] = {}
+    for word in words:
+        key, _, text = word.partition("=")
+        minimum = MINIMUMS.get(key)
+        if minimum is None or not RULE_VALUE.fullmatch(text) or not minimum <= int(text) <= LARGEST:
+            return None
+        rules[key.replace("-", "_")] = int(text)
+    return rules if len(rules) == len(words) else None
 
 
 def _digest(token: str) -> bytes:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from tgis.router.engine.handle import ClaimId, EngineHandle, EngineInfo, LimitedWork, SequenceSpec
+from tgis.router.api.tenants import TenantRules
+from tgis.router.engine.handle import CallName, ClaimId, EngineHandle, EngineInfo, LimitedWork, SequenceSpec
 from tgis.router.errors import RequestError
 from tgis.router.events import Ended, Failure, InputTokens, Output
 from tgis.router.requests.accounting import Accounting, CallAccount, Record
@@ -19,7 +20,7 @@ from tgis.router.requests.validation import Validator
 from tgis.router.scheduling.cache_events import CacheListener
 from tgis.router.sequence import Details, StopReason, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
-from tgis.router.text.stop_sequences import TextStream
+from tgis.router.text.stop_sequences import NoText, StopSequences, TextStream
 from tgis.router.text.tokenization import TokenizeJob
 from tgis.router.text.tokenizer import Tokenizer
 
@@ -80,7 +81,7 @@ class _Admitted(NamedTuple):
     account: CallAccount
     claim_id: ClaimId
     specs: list[SequenceSpec]
-    make_text: Callable[[], TextStream]
+    make_text: Callable[[], TextStream | NoText]
     """Creates the sink for the tokens of one text."""
 
 
@@ -92,14 +93,16 @@ class GenerationService:
         tokenizer: Tokenizer,
         vocabulary: Callable[[bool, frozenset[int]], Vocabulary],
         accounting: Accounting,
+        rules_of: Callable[[str], TenantRules] = lambda tenant: TenantRules(),
     ) -> None:
         """Create the service. `vocabulary` returns the vocabulary for texts, given True if they continue
-        their input, and the special tokens that they show."""
+        their input, and the special tokens that they show. `rules_of` returns a tenant's rules."""
         self._engine = engine
         self._validator = validator
         self._accounting = accounting
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
+        self._rules_of = rules_of
         self._num_admitted = 0
         self.is_idle = asyncio.Event()
         """Set while no generation call is admitted."""
@@ -153,6 +156,15 @@ class GenerationService:
         """Report changes of the engine's prefix cache to a listener, or to none."""
         self._engine.watch_cache(listener)
 
+    def watch_aborts(self, listener: Callable[[CallName], object]) -> None:
+        """Call `listener` for each call that a client of another router worker aborts."""
+        self._engine.watch_aborts(listener)
+
+    async def abort_elsewhere(self, name: CallName) -> bool:
+        """Abort the calls with a name that other router workers serve. Return False if there are none. Raises
+        UnavailableError."""
+        return await self._engine.abort_elsewhere(name)
+
     def flush_cache(self) -> None:
         """Forget all cached prompts. Running generations are not affected."""
         self._engine.flush_cache()
@@ -194,8 +206,10 @@ class GenerationService:
     async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:
         """Acquire a call's resources in the engine, validate the call, and release the resources at the
         end."""
-        engine, validator = self._engine, self._validator
-        claim_id = await engine.acquire(validator.count_outputs(call))
+        engine, validator, rules = self._engine, self._validator, self._rules_of(call.tenant)
+        name = CallName(call.tenant, call.client_id) if call.client_id else None
+        limits = rules.limits(call.tenant)
+        claim_id = await engine.acquire(validator.count_outputs(call), name=name, limits=limits)
         self._num_admitted += 1
         self.is_idle.clear()
         try:
@@ -205,16 +219,21 @@ class GenerationService:
             grammar = await validator.compile(call, constraint)
             request_id = account.request_id
             adapters = await engine.lease(claim_id, call.prefix_id, call.adapter_id, request_id)
-            spec = spec._replace(grammar=grammar, adapters=adapters, request_id=request_id)
+            priority = max(call.parameters.priority, rules.priority_floor)
+            spec = spec._replace(grammar=grammar, adapters=adapters, request_id=request_id, priority=priority)
             specs = await validator.specs(call, spec)
             account.accept(spec.stopping.max_new_tokens, specs)
-            text = partial(TextStream, self.vocabulary_of(call), stops, call.make_stop_scope)
-            yield _Admitted(account, claim_id, specs, text)
+            yield _Admitted(account, claim_id, specs, self._text_maker(call, stops))
         finally:
             engine.release(claim_id)
             self._num_admitted -= 1
             if not self._num_admitted:
                 self.is_idle.set()
+
+    def _text_maker(self, call: GenerationCall, stops: StopSequences) -> Callable[[], TextStream | NoText]:
+        if call.api.returns_texts or stops.texts or self._accounting.log_text_chars:
+            return partial(TextStream, self.vocabulary_of(call), stops, call.make_stop_scope)
+        return NoText
 
     @asynccontextmanager
     async def _outputs(self, admitted: _Admitted, index: int) -> AsyncIterator[Outputs]:
@@ -285,7 +304,7 @@ def _max_tokens(details: Details) -> int:
     )
 
 
-def _last_output(tokens: tuple[TokenDetail, ...], end: Ended, text: TextStream) -> Output:
+def _last_output(tokens: tuple[TokenDetail, ...], end: Ended, text: TextStream | NoText) -> Output:
     """Return the output for the last event and the tokens right before it."""
     token, num_generated, reason, timings, num_cached = end
     if token is None:

@@ -3,7 +3,7 @@ the APIs in the same process a handle for them."""
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Hashable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,15 +13,19 @@ from tgis.router.adapters.names import AdapterNames
 from tgis.router.adapters.registry import AdapterRegistry
 from tgis.router.engine.engine import Engine, lost_adapter
 from tgis.router.engine.handle import (
+    NO_LIMITS,
+    CallName,
     ClaimId,
     EngineInfo,
     LimitedWork,
     Progress,
     SequenceId,
     SequenceSpec,
+    TenantLimits,
     TextSink,
 )
 from tgis.router.engine.live_request import EventQueue, EventReceiver, LiveRequest, WakeUps
+from tgis.router.engine.tenant_limits import TenantLimiter, TenantUse
 from tgis.router.errors import OVERLOADED, OverloadedError
 from tgis.router.events import Event
 from tgis.router.metrics.resource_counts import ResourceCount
@@ -62,6 +66,8 @@ class ConcurrencyLimit:
 @dataclass(eq=False)
 class Claim:
     resources: ExitStack
+    tenant_use: TenantUse | None = None
+    """Use of the call's tenant if it has limits."""
     adapters: CallAdapters = field(default_factory=CallAdapters)
     leasing: asyncio.Task[None] | None = None
     """Task that loads the claim's adapters for a router worker."""
@@ -79,6 +85,7 @@ class Claims:
         self._concurrency = concurrency
         self._adapters = adapters
         self._engine: Engine | None = None
+        self._tenants = TenantLimiter()
         self.names = AdapterNames()
 
     def attach(self, engine: Engine, info: shard_pb2.InfoResponse) -> None:
@@ -96,13 +103,17 @@ class Claims:
     def info(self) -> EngineInfo:
         return self._info
 
-    def acquire(self, count: int, work: LimitedWork, is_again: bool = False) -> Claim:
-        """Reserve concurrency for a call. With `is_again`, ignore the limit, because a lost engine process
+    def acquire(
+        self, count: int, work: LimitedWork, limits: TenantLimits = NO_LIMITS, is_again: bool = False
+    ) -> Claim:
+        """Reserve concurrency for a call. With `is_again`, ignore all limits, because a lost engine process
         has already admitted the call. Raises OverloadedError."""
-        limit = self._concurrency[work]
+        use = self._tenants.check(limits, count)
         with ExitStack() as resources:
-            resources.enter_context(limit.acquire(count, is_again))
-            return Claim(resources.pop_all())
+            resources.enter_context(self._concurrency[work].acquire(count, is_again))
+            if use is not None:
+                resources.enter_context(use.call(count))
+            return Claim(resources.pop_all(), use)
 
     async def lease(
         self, claim: Claim, prefix_id: str | None, adapter_id: str | None, request_id: str
@@ -137,6 +148,8 @@ class Claims:
         if progress is not None:
             live.resume(progress)
         claim.live[sequence_id] = live
+        if claim.tenant_use is not None:
+            claim.tenant_use.begin(live.sequence)
         if claim.adapters.digests == spec.adapters.digests:
             self._engine.open(live)
         else:  # An id refers to a different adapter now, or the adapter could not be loaded again.
@@ -161,6 +174,8 @@ class Claims:
     def release(self, claim: Claim) -> None:
         for live in claim.live.values():
             self.cancel(live)
+        if claim.tenant_use is not None:
+            claim.tenant_use.end(live.sequence for live in claim.live.values())
         claim.resources.close()
 
     def _sequence(self, spec: SequenceSpec, claim: Claim) -> Sequence:
@@ -184,6 +199,7 @@ class Claims:
             encoder_token_ids,
             spec.cache_salt,
             claim.siblings[spec.input_ids, spec.cache_salt],
+            spec.priority,
         )
 
 
@@ -201,8 +217,14 @@ class LocalHandle:
     def info(self) -> EngineInfo:
         return self._claims.info()
 
-    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> ClaimId:
-        claim = self._claims.acquire(count, work)
+    async def acquire(
+        self,
+        count: int,
+        work: LimitedWork = LimitedWork.GENERATION,
+        name: CallName | None = None,
+        limits: TenantLimits = NO_LIMITS,
+    ) -> ClaimId:
+        claim = self._claims.acquire(count, work, limits)
         claim_id = ClaimId(next(self._numbers))
         self._held[claim_id] = claim
         return claim_id
@@ -249,6 +271,12 @@ class LocalHandle:
         self._cache_listener = listener
         if listener is not None:
             recorder.add(listener)
+
+    def watch_aborts(self, listener: Callable[[CallName], object]) -> None:
+        """Do nothing, because there are no other workers."""
+
+    async def abort_elsewhere(self, name: CallName) -> bool:
+        return False
 
     def flush_cache(self) -> None:
         self._claims.flush_cache()

@@ -10,6 +10,7 @@ from tgis import failpoints
 from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.aliased_state import follow_engine
 from tgis.router.engine.live_request import LiveRequest
+from tgis.router.engine.queue_timeout import QueueTimeout
 from tgis.router.engine.step_metrics import StepMetrics
 from tgis.router.engine.token_timeouts import TokenTimeouts
 from tgis.router.errors import Code, internal_error
@@ -48,10 +49,12 @@ class Engine:
         steps_in_flight: int,
         recovery_timeout: float,
         token_timeouts: tuple[float | None, float | None],
+        max_queue_time: float | None = None,
         on_ready: Callable[[bool], None],
     ) -> None:
         """`residency` must be connected. `token_timeouts` are the time limits in seconds for the first token
-        and for each later one. `on_ready` is called when the shards are lost and when they return."""
+        and for each later one, and `max_queue_time` is that for the first step. `on_ready` is called when the
+        shards are lost and when they return."""
         self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer, reserves_output)
         self._residency = residency
         self._shards = residency.shards
@@ -62,6 +65,7 @@ class Engine:
         self._on_ready = on_ready
         self._step_metrics = StepMetrics(self.scheduler, metrics)
         self._token_timeouts = TokenTimeouts(*token_timeouts, self._fail)
+        self._queue_timeout = QueueTimeout(max_queue_time, self._fail)
         self._live: dict[Sequence, LiveRequest] = {}
         self.cache_recorder = CacheRecorder(lambda: self.scheduler.pool)
         self._connected = self._given_up = self._fill_is_due = False
@@ -129,6 +133,7 @@ class Engine:
             delay = deadline - time.monotonic()
             live.expiry = asyncio.get_running_loop().call_later(max(delay, 0.0), self._expire, live)
         self._token_timeouts.watch(live)
+        self._queue_timeout.watch(live)
         self._fill_soon()
 
     def _fill_soon(self) -> None:
@@ -158,6 +163,7 @@ class Engine:
             times.started_at = time.monotonic()
             times.num_cached = live.sequence.num_computed_inputs
             self._metrics.request_queue_duration.observe(times.started_at - times.accepted_at)
+            self._queue_timeout.forget(live)
             live.events.begin(times)
 
     def _apply(self, answer: StepAnswer) -> None:
@@ -241,6 +247,7 @@ class Engine:
         if live.expiry is not None:
             live.expiry.cancel()
         self._token_timeouts.forget(live)
+        self._queue_timeout.forget(live)
         self.scheduler.finish(live.sequence)
         self._fill_soon()
 

@@ -1,7 +1,7 @@
 """Defines the interface between the APIs and the engine. All arguments and results are plain values without
 identity, so that the APIs and the engine can run in different processes on one machine."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType, Protocol
@@ -36,6 +36,18 @@ class EngineInfo(NamedTuple):
     """Number of tokens for which the cache has room."""
 
 
+class TenantLimits(NamedTuple):
+    """Limits of the tenant that makes a call; None is no limit."""
+
+    tenant: str = ""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+
+
+NO_LIMITS = TenantLimits()
+
+
 class SequenceSpec(NamedTuple):
     """Complete specification of one generation, without the model."""
 
@@ -50,6 +62,8 @@ class SequenceSpec(NamedTuple):
     request_id: str = ""
     """Id of the call in the log and in the internal errors that clients see."""
     cache_salt: CacheSalt = CacheSalt()
+    priority: int = 0
+    """Sequences with lower values are admitted first."""
 
 
 @dataclass
@@ -60,6 +74,13 @@ class Progress:
     has_inputs: bool = False
     """True if the details of the input tokens have been delivered or were not requested."""
     times: RequestTimes = field(default_factory=RequestTimes)
+
+
+class CallName(NamedTuple):
+    """Name by which clients of a tenant abort calls. Several calls may have the same name."""
+
+    tenant: str
+    client_id: str
 
 
 class TextSink(Protocol):
@@ -91,9 +112,16 @@ class EngineHandle(GivenNames, Protocol):
     def info(self) -> EngineInfo:
         """Return the facts about the model, once the engine has started. They may differ after a restart."""
 
-    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> ClaimId:
-        """Reserve concurrency for a call's inputs. Raises OverloadedError, and UnavailableError if the engine
-        is unavailable for too long."""
+    async def acquire(
+        self,
+        count: int,
+        work: LimitedWork = LimitedWork.GENERATION,
+        name: CallName | None = None,
+        limits: TenantLimits = NO_LIMITS,
+    ) -> ClaimId:
+        """Reserve concurrency for a call's inputs, within the limits of its tenant. With a name, other router
+        workers can abort the call until its claim is released. Raises OverloadedError, and UnavailableError
+        if the engine is unavailable for too long."""
 
     async def lease(
         self, claim_id: ClaimId, prefix_id: str | None, adapter_id: str | None, request_id: str
@@ -126,6 +154,13 @@ class EngineHandle(GivenNames, Protocol):
     def watch_cache(self, listener: CacheListener | None) -> None:
         """Report changes of the prefix cache to a listener, or to none. The first report, and the first one
         of a later engine, begins with the removal of all earlier blocks."""
+
+    def watch_aborts(self, listener: Callable[[CallName], object]) -> None:
+        """Call `listener` for each call of this worker that another router worker aborts."""
+
+    async def abort_elsewhere(self, name: CallName) -> bool:
+        """Ask the other router workers to abort the calls with a name. Return False if they have none. Raises
+        UnavailableError if the engine is unavailable for too long."""
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes. Running sequences are not affected."""

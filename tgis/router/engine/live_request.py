@@ -109,6 +109,8 @@ class LiveRequest:
     expiry: asyncio.TimerHandle | None = None
     token_timer: asyncio.TimerHandle | None = None
     """Timer of TokenTimeouts for the next token."""
+    queue_timer: asyncio.TimerHandle | None = None
+    """Timer of QueueTimeout until the first step."""
 
     def reason_of_last(self, now: float) -> StopReason:
         """Return why the sequence ends with its last generated token, or NOT_FINISHED if it continues."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tgis.config.processes import RouterConfig
 from tgis.pb import shard_pb2
@@ -19,6 +20,9 @@ from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.shards.client import ShardClient
 from tgis.router.shards.link import open_link
+
+if TYPE_CHECKING:
+    from tgis.router.engine.kv_events import KvEvents
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,7 @@ class LocalEngine:
         self.claims = Claims(self._concurrency, self._adapters)
         self.handle: EngineHandle = LocalHandle(self.claims)
         self._engine: Engine | None = None
+        self._kv_events = _open_kv_events(config)
 
     @property
     def num_live(self) -> int:
@@ -62,8 +67,11 @@ class LocalEngine:
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,
             token_timeouts=(config.first_token_timeout, config.next_token_timeout),
+            max_queue_time=config.max_queue_time,
             on_ready=self._on_ready,
         )
+        if self._kv_events is not None:
+            self._kv_events.follow(self._engine.cache_recorder)
         self.claims.attach(self._engine, info)
         generation = self._concurrency[LimitedWork.GENERATION]
         metrics.permits_used.follow(lambda: generation.num_used)
@@ -91,7 +99,20 @@ class LocalEngine:
             self._engine.give_up()
 
     async def close(self) -> None:
+        if self._kv_events is not None:
+            self._kv_events.close()
         await self._shards.close()
+
+
+def _open_kv_events(config: RouterConfig) -> "KvEvents | None":
+    """Return the publisher of cache events, if there is an endpoint. Raises StartupError."""
+    if config.kv_events_endpoint is None:
+        return None
+    try:
+        from tgis.router.engine.kv_events import KvEvents
+    except ImportError as error:
+        raise StartupError("--kv-events-endpoint needs pyzmq: pip install 'tgis-next[kv-events]'") from error
+    return KvEvents(config.kv_events_endpoint, config.kv_events_replay_endpoint, config.kv_events_topic or "")
 
 
 def _check_capacity(config: RouterConfig, info: shard_pb2.InfoResponse) -> None:

@@ -4,6 +4,7 @@ one prefill batch and its decode rows as one next_token batch, so a step with bo
 import time
 from collections import deque
 
+from tgis.router.engine.token_rate import TokenRate
 from tgis.router.metrics.metrics import MAKEUP, Metrics
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.step import Step
@@ -19,6 +20,8 @@ class StepMetrics:
         self._metrics = metrics
         self._sent: deque[tuple[Step, float]] = deque()
         self._last_answer_at = 0.0
+        self._rate = TokenRate()
+        metrics.generation_throughput.follow(lambda: self._rate.read(time.monotonic()))
         _follow_scheduler(scheduler, metrics)
 
     def send(self, step: Step) -> None:
@@ -37,6 +40,7 @@ class StepMetrics:
         answered the previous step."""
         metrics, step, now = self._metrics, answer.step, time.monotonic()
         _, sent_at = self._sent.popleft()
+        self._rate.add(len(answer.sampled), now)
         for method, _ in _parts(step):
             metrics.batch_success.add(method)
         if answer.path:
@@ -65,6 +69,7 @@ class StepMetrics:
 def _follow_scheduler(scheduler: Scheduler, metrics: Metrics) -> None:
     """Make each scrape read the scheduler's state, so that steps need not update these metrics."""
     metrics.queue_size.follow(lambda: len(scheduler.waiting))
+    metrics.queue_tenants.follow(lambda: scheduler.waiting.num_tenants)
     metrics.batch_current_size.follow(lambda: len(scheduler.running))
     metrics.requests_running.follow(lambda: len(scheduler.running))
     metrics.batch_input_tokens.follow(
@@ -76,12 +81,20 @@ def _follow_scheduler(scheduler: Scheduler, metrics: Metrics) -> None:
     metrics.kv_cache_usage.follow(lambda: scheduler.pool.num_used / scheduler.pool.num_blocks)
     metrics.prefix_cache_queries.follow(lambda: scheduler.num_cache_queries)
     metrics.prefix_cache_hits.follow(lambda: scheduler.num_cache_hits)
+    metrics.prefix_cache_hit_rate.follow(lambda: _hit_rate(scheduler))
+    metrics.queue_uncached_tokens.follow(
+        lambda: (1 - _hit_rate(scheduler)) * sum(len(each.token_ids) for each in scheduler.waiting)
+    )
     metrics.preemptions.follow(lambda: scheduler.num_preemptions)
     metrics.deferred.follow(lambda: scheduler.num_deferred)
     metrics.drafts.follow(lambda: scheduler.num_drafts)
     metrics.accepted_drafts.follow(lambda: scheduler.num_accepted_drafts)
     metrics.follow_resource("block", scheduler.pool.resource_count)
     metrics.follow_resource("row", scheduler.rows.resource_count)
+
+
+def _hit_rate(scheduler: Scheduler) -> float:
+    return scheduler.num_cache_hits / max(scheduler.num_cache_queries, 1)
 
 
 def _method(step: Step) -> str:

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from tgis.router.metrics.gauges import GaugeValues
+from tgis.router.metrics.gauges import Gauge
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.scrape import Gather, gather_in_time
 
@@ -19,6 +19,12 @@ class EngineLoad(NamedTuple):
     """Number of accepted inputs that are not in the batch."""
     cache_usage: float
     """Fraction of the cache's blocks in use."""
+    throughput: float
+    """Tokens generated per second."""
+    hit_rate: float
+    """Fraction of looked-up tokens that the prefix cache had."""
+    num_uncached_tokens: int
+    """Estimated number of tokens of waiting inputs that are not cached."""
 
 
 class RecentLoad:
@@ -42,11 +48,16 @@ async def read_engine_load(metrics: Metrics, gather: Gather) -> EngineLoad:
     """Return the load; zeros if the engine is in another process that does not answer in time. `gather`
     returns the gauges of the router's other processes."""
     processes = [metrics.gauge_values(), *await gather_in_time(gather)]
-    gauges = metrics.requests_running, metrics.queue_size, metrics.kv_cache_usage
-    num_running, num_waiting, cache_usage = (_total(processes, gauge.name) for gauge in gauges)
-    return EngineLoad(int(num_running), int(num_waiting), cache_usage)
 
+    def total(gauge: Gauge) -> float:
+        """Return the sum of a gauge, of which only the engine's process has a value."""
+        return sum(value for each in processes for _, value in each.by_name.get(gauge.name, ()))
 
-def _total(processes: Iterable[GaugeValues], name: str) -> float:
-    """Return the sum of an unlabelled gauge, of which only the engine's process has a value."""
-    return sum(value for each in processes for _, value in each.by_name.get(name, ()))
+    return EngineLoad(
+        int(total(metrics.requests_running)),
+        int(total(metrics.queue_size)),
+        total(metrics.kv_cache_usage),
+        total(metrics.generation_throughput),
+        total(metrics.prefix_cache_hit_rate),
+        round(total(metrics.queue_uncached_tokens)),
+    )

@@ -87,9 +87,10 @@ class Metrics(SeriesRegistry):
         self.request_failure = self._counter(
             "tgi_request_failure",
             "Rejected or failed calls (conc_limit, validation, generate, unauthenticated), streams whose "
-            "client does not read (slow_reader), calls without a token in time (token_timeout), cancelled "
-            "inputs, and inputs whose time limit passed before their first step (timeout; these also count "
-            "as successes)",
+            "client does not read (slow_reader), calls without a first step in time (queue_timeout) or "
+            "without a token in time (token_timeout), calls above a limit of their tenant (tenant_limit), "
+            "cancelled inputs, and inputs whose time limit passed before their first step (timeout; these "
+            "also count as successes)",
             "err",
         )
 
@@ -175,7 +176,7 @@ class Metrics(SeriesRegistry):
             "Times that there were too few free cache blocks for the first waiting input",
         )
         for name, help in (
-            ("tgi_queue_jump", "Stays 0: inputs start in the order of their arrival"),
+            ("tgi_queue_jump", "Stays 0: no input overtakes one of its tenant and priority"),
             ("tgi_granular_batch_addition", "Stays 0: memory is counted in blocks, not estimated"),
             ("tgi_prefill_padding_limit_exceeded", "Stays 0: nothing is padded"),
         ):
@@ -249,6 +250,14 @@ class Metrics(SeriesRegistry):
 
     def _declare_state(self) -> None:
         self.queue_size = self._gauge("tgi_queue_size", "Inputs that wait for a place in the batch")
+        self.queue_uncached_tokens = self._gauge(
+            "tgi_queue_uncached_tokens",
+            "Tokens of the waiting inputs that are not cached, estimated from tgi_prefix_cache_hit_ratio",
+        )
+        self.generation_throughput = self._gauge(
+            "tgi_generation_throughput", "Tokens generated per second, over the last ten seconds"
+        )
+        self.queue_tenants = self._gauge("tgi_queue_tenants", "Tenants with inputs in the queue")
         self.batch_current_size = self._gauge("tgi_batch_current_size", "Inputs in the batch")
         self.batch_input_tokens = self._gauge(
             "tgi_batch_input_tokens", "Input and generated tokens of the inputs in the batch"
@@ -296,6 +305,10 @@ class Metrics(SeriesRegistry):
         )
         self.prefix_cache_hits = self._counter(
             "tgi_prefix_cache_hits", "Tokens found in the prefix cache, which need no computation"
+        )
+        self.prefix_cache_hit_rate = self._gauge(
+            "tgi_prefix_cache_hit_ratio",
+            "Fraction of all tokens looked up in the prefix cache that were found",
         )
         self.preemptions = self._counter(
             "tgi_preemptions", "Inputs put back into the queue for lack of cache blocks"

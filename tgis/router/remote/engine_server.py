@@ -9,6 +9,7 @@ from typing import Any
 
 from tgis.net.framed_channel import FramedChannel
 from tgis.router.engine.claims import Claims
+from tgis.router.engine.handle import CallName
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
 from tgis.router.remote.gauges import GaugeGatherer
@@ -90,6 +91,11 @@ class EngineServer:
         others = [each.channel.send for each in self._connections if each is not asker]
         self._gauges.gather(message, asker.channel.send, others)
 
+    def abort(self, message: wire.AskAbort, asker: "_WorkerConnection") -> None:
+        """Let all other workers abort calls, and answer whether they have any."""
+        found = [each.abort(message.name) for each in self._connections if each is not asker]
+        asker.channel.send(wire.AbortAsked(message.claim_id, any(found)))
+
     def take_gauges(self, message: wire.OwnGauges) -> None:
         self._gauges.take(message)
 
@@ -127,6 +133,9 @@ class _WorkerConnection:
     def send_state(self) -> None:
         self.channel.send(self._server.state())
 
+    def abort(self, name: CallName) -> bool:
+        return self._session is not None and self._session.abort(name)
+
     def end(self) -> None:
         """Release the worker's claims, because its connection has ended."""
         if self._session is not None:
@@ -141,6 +150,8 @@ class _WorkerConnection:
                 self._greet(message)
             case wire.AskGauges():
                 self._server.gather_gauges(message, self)
+            case wire.AskAbort() if self._server.is_started:
+                self._server.abort(message, self)
             case wire.OwnGauges():
                 self._server.take_gauges(message)
             case wire.NamesKnown():

@@ -7,12 +7,14 @@ path."""
 import msgspec
 
 from tgis.router.engine.handle import (
+    CallName,
     ClaimId,
     EngineInfo,
     LimitedWork,
     Progress,
     SequenceId,
     SequenceSpec,
+    TenantLimits,
 )
 from tgis.router.errors import (
     Code,
@@ -21,6 +23,7 @@ from tgis.router.errors import (
     OverloadedError,
     RequestError,
     RouterError,
+    TenantLimitError,
     UnavailableError,
 )
 from tgis.router.events import Ended, Failed, RequestTimes, TimedOut
@@ -49,6 +52,7 @@ class WorkerClaim(msgspec.Struct, frozen=True, array_like=True):
     count: int
     ids: AdapterIds = AdapterIds()
     adapters: CallAdapters = CallAdapters()
+    name: CallName | None = None
 
 
 # Messages from a worker.
@@ -68,6 +72,15 @@ class Acquire(_Message, frozen=True):
     claim_id: ClaimId
     work: LimitedWork
     count: int
+    name: CallName | None = None
+    limits: TenantLimits = TenantLimits()
+
+
+class AskAbort(_Message, frozen=True):
+    """Question whether other workers have calls with a name, which shall be aborted."""
+
+    claim_id: ClaimId
+    name: CallName
 
 
 class TakeLease(_Message, frozen=True):
@@ -142,6 +155,19 @@ class Acquired(_Message, frozen=True):
     claim_id: ClaimId
 
 
+class Abort(_Message, frozen=True):
+    """Request to abort the receiving worker's calls with a name."""
+
+    name: CallName
+
+
+class AbortAsked(_Message, frozen=True):
+    """Answer to AskAbort."""
+
+    claim_id: ClaimId
+    is_found: bool
+
+
 class Leased(_Message, frozen=True):
     claim_id: ClaimId
     adapters: CallAdapters
@@ -155,6 +181,7 @@ class Refused(_Message, frozen=True):
     text: str
     parameter: str = ""
     code: Code = Code.INTERNAL
+    retry_s: int = OverloadedError.retry_s
 
 
 class Names(_Message, frozen=True):
@@ -236,12 +263,15 @@ WorkerMessage = (
     | FlushCache
     | ChangeName
     | NamesKnown
+    | AskAbort
     | AskGauges
     | OwnGauges
 )
 EngineMessage = (
     State
     | Acquired
+    | Abort
+    | AbortAsked
     | Leased
     | Refused
     | Names
@@ -260,6 +290,7 @@ _ERRORS: dict[str, type[RouterError]] = {
     "request": RequestError,
     "not_found": NotFoundError,
     "overloaded": OverloadedError,
+    "tenant_limit": TenantLimitError,
     "unavailable": UnavailableError,
 }
 
@@ -267,7 +298,8 @@ _ERRORS: dict[str, type[RouterError]] = {
 def refused(claim_id: ClaimId, error: RouterError) -> Refused:
     parameter = error.parameter if isinstance(error, RequestError) else ""
     kind = next((kind for kind, type_ in reversed(_ERRORS.items()) if isinstance(error, type_)), "")
-    return Refused(claim_id, kind, str(error), parameter, error.code)
+    retry_s = error.retry_s if isinstance(error, OverloadedError) else OverloadedError.retry_s
+    return Refused(claim_id, kind, str(error), parameter, error.code, retry_s)
 
 
 def error_of(refusal: Refused) -> RouterError:
@@ -276,6 +308,8 @@ def error_of(refusal: Refused) -> RouterError:
         return GenerationError(refusal.text, refusal.code)
     if issubclass(error_type, RequestError):
         return error_type(refusal.text, refusal.parameter)
+    if issubclass(error_type, TenantLimitError):
+        return error_type(refusal.text, refusal.retry_s)
     return error_type(refusal.text)
 
 

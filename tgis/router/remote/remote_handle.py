@@ -11,12 +11,15 @@ from typing import Any
 import msgspec
 
 from tgis.router.engine.handle import (
+    NO_LIMITS,
+    CallName,
     ClaimId,
     EngineInfo,
     LimitedWork,
     Progress,
     SequenceId,
     SequenceSpec,
+    TenantLimits,
     TextSink,
 )
 from tgis.router.engine.live_request import EventQueue, WakeUps
@@ -63,6 +66,7 @@ class RemoteHandle:
         self._events: dict[SequenceId, EventQueue] = {}
         self._info: EngineInfo | None = None
         self._cache_listener: CacheListener | None = None
+        self._abort: Callable[[CallName], object] = lambda name: None
         self._names = NamesCopy()
         """Copy of the adapter names."""
         self._is_current = asyncio.Event()
@@ -74,6 +78,8 @@ class RemoteHandle:
             wire.Inputs: self._take_inputs,
             wire.Acquired: self._take_answer,
             wire.Leased: self._take_answer,
+            wire.Abort: self._take_abort,
+            wire.AbortAsked: self._take_answer,
             wire.Refused: self._take_answer,
             wire.Named: self._take_answer,
             wire.Names: self._take_names,
@@ -90,14 +96,20 @@ class RemoteHandle:
         assert self._info is not None, "the engine has not started"
         return self._info
 
-    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> ClaimId:
+    async def acquire(
+        self,
+        count: int,
+        work: LimitedWork = LimitedWork.GENERATION,
+        name: CallName | None = None,
+        limits: TenantLimits = NO_LIMITS,
+    ) -> ClaimId:
         claim_id = ClaimId(next(self._numbers))
         try:
-            await self._ask(claim_id, wire.Acquire(claim_id, work, count))
+            await self._ask(claim_id, wire.Acquire(claim_id, work, count, name, limits))
         except BaseException:  # the engine may have the claim; otherwise it ignores the message
             self._send(wire.Release(claim_id))
             raise
-        self._claims[claim_id] = wire.WorkerClaim(claim_id, work, count)
+        self._claims[claim_id] = wire.WorkerClaim(claim_id, work, count, name=name)
         self._sequence_ids[claim_id] = []
         return claim_id
 
@@ -158,6 +170,14 @@ class RemoteHandle:
         self._cache_listener = listener
         if self._is_attached:
             self._send(wire.WatchCache(listener is not None))
+
+    def watch_aborts(self, listener: Callable[[CallName], object]) -> None:
+        self._abort = listener
+
+    async def abort_elsewhere(self, name: CallName) -> bool:
+        claim_id = ClaimId(next(self._numbers))
+        answer = await self._ask(claim_id, wire.AskAbort(claim_id, name))
+        return bool(answer.is_found)
 
     def flush_cache(self) -> None:
         if self._is_attached:  # the cache of the next engine is empty
@@ -234,10 +254,15 @@ class RemoteHandle:
         if self._cache_listener is not None:
             self._cache_listener(message.changes)
 
+    def _take_abort(self, message: wire.Abort) -> None:
+        self._abort(message.name)
+
     def _take_names(self, message: wire.Names | wire.NameChanged) -> None:
         self._send(self._names.take(message))
 
-    def _take_answer(self, message: wire.Acquired | wire.Leased | wire.Named | wire.Refused) -> None:
+    def _take_answer(
+        self, message: wire.Acquired | wire.Leased | wire.Named | wire.AbortAsked | wire.Refused
+    ) -> None:
         _, answer = self._asked.get(message.claim_id, (None, None))
         if answer is None or answer.done():
             return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tgis.router.engine.claims import Claim, Claims
-from tgis.router.engine.handle import ClaimId, SequenceId
+from tgis.router.engine.handle import CallName, ClaimId, SequenceId
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.errors import Code, GenerationError, RouterError, internal_error
 from tgis.router.events import Ended, Event, Failed, InputTokens, RequestTimes, TimedOut
@@ -56,6 +56,8 @@ class WorkerSession:
         self._send = send
         self._send_now = send_now
         self._held: dict[ClaimId, Claim] = {}
+        self._names: dict[ClaimId, CallName] = {}
+        """Names of calls that have one."""
         self._live: dict[SequenceId, LiveRequest | None] = {}
         """Sequences that may still have events; None for a sequence that waits for its adapters."""
         self._first: list[Any] = []
@@ -77,13 +79,22 @@ class WorkerSession:
         """Restore the claims and adapters that the worker had from an earlier engine process, regardless of
         limits."""
         for again in message.claims:
-            claim = self._held[again.claim_id] = self._claims.acquire(again.count, again.work, True)
+            claim = self._held[again.claim_id] = self._claims.acquire(again.count, again.work, is_again=True)
+            if again.name is not None:
+                self._names[again.claim_id] = again.name
             if again.adapters.present:
                 claim.leasing = asyncio.create_task(self._lease_again(claim, again), name="lease")
 
     def take(self, message: Any) -> None:
         """Handle a message from the worker other than its first."""
         self._take[type(message)](message)
+
+    def abort(self, name: CallName) -> bool:
+        """Let the worker abort its calls with a name. Return False if it has none."""
+        is_found = name in self._names.values()
+        if is_found:
+            self._send(wire.Abort(name))
+        return is_found
 
     def close(self) -> None:
         """Release all claims of the worker, because it has disconnected."""
@@ -126,11 +137,13 @@ class WorkerSession:
 
     def _acquire(self, message: wire.Acquire) -> None:
         try:
-            claim = self._claims.acquire(message.count, message.work)
+            claim = self._claims.acquire(message.count, message.work, message.limits)
         except RouterError as error:
             self._send(wire.refused(message.claim_id, error))
         else:
             self._held[message.claim_id] = claim
+            if message.name is not None:
+                self._names[message.claim_id] = message.name
             self._send(wire.Acquired(message.claim_id))
 
     def _lease(self, message: wire.TakeLease) -> None:
@@ -197,6 +210,7 @@ class WorkerSession:
             self._claims.cancel(live)
 
     def _release(self, message: wire.Release) -> None:
+        self._names.pop(message.claim_id, None)
         claim = self._held.pop(message.claim_id, None)
         if claim is None:
             return

@@ -14,9 +14,11 @@ from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import (
     GenerationError,
     OverloadedError,
+    QueueTimeoutError,
     RequestError,
     RouterError,
     SlowClientError,
+    TenantLimitError,
     TimedOutError,
     internal_error,
 )
@@ -58,7 +60,7 @@ class Accounting:
         try:
             yield
         except (RequestError, OverloadedError) as error:
-            kind = "conc_limit" if isinstance(error, OverloadedError) else "validation"
+            kind = _overload_label(error) if isinstance(error, OverloadedError) else "validation"
             self.metrics.request_failure.add(kind)
             logger.error("%s failed with %s: %s", method, error.code.name, error.log_text)
             error.is_logged = True
@@ -89,8 +91,8 @@ class CallAccount:
             if str(error) != MISSING_REQUEST:  # TGIS does not count this refusal
                 failure.add("validation")
             raise
-        except OverloadedError:
-            failure.add("conc_limit")
+        except OverloadedError as error:
+            failure.add(_overload_label(error))
             raise
         except SlowClientError:
             failure.add("slow_reader")
@@ -138,8 +140,8 @@ class CallAccount:
     def _record(
         self, index: int, spec: SequenceSpec, log: InputLog, event: InputTokens | Output | Failure
     ) -> InputTokens | Output:
-        """Record the next event of a text, and return it. Raises GenerationError or TimedOutError for a
-        failure."""
+        """Record the next event of a text, and return it. Raises GenerationError, TimedOutError or
+        QueueTimeoutError for a failure."""
         if isinstance(event, Output):
             if event.reason is not _NOT_FINISHED:
                 self._count(index, spec, event)
@@ -148,6 +150,8 @@ class CallAccount:
         elif isinstance(event, Failed):
             raise GenerationError(event.message, event.code)
         elif isinstance(event, TimedOut):
+            if event.is_queued:
+                raise QueueTimeoutError(event.limit_s)
             raise TimedOutError(event.limit_s, event.is_first)
         return event
 
@@ -164,6 +168,13 @@ class CallAccount:
             metrics.request_mean_time_per_token_duration.observe(timings.inference_s / num_generated)
         if self._aliased_call is not None:
             self._aliased_call.finish(index, len(spec.input_ids), num_generated, timings)
+
+
+def _overload_label(error: OverloadedError) -> str:
+    """Return the label of a refusal in the metric of failures."""
+    if isinstance(error, QueueTimeoutError):
+        return "queue_timeout"
+    return "tenant_limit" if isinstance(error, TenantLimitError) else "conc_limit"
 
 
 def _counted_parameters(call: GenerationCall) -> Iterator[str]:

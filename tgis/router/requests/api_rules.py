@@ -36,6 +36,8 @@ class ApiRules:
     """False if the API refuses calls whose `max_new_tokens` do not fit after the input."""
     begins_streams_at_once: bool = False
     """True if streams begin before their calls are checked, so that refusals are events of the stream."""
+    returns_texts: bool = True
+    """False if answers have only token ids, so that texts serve only stop sequences and logs."""
     rpc_service: str | None = None
     """Full name of the gRPC service; None for an API over HTTP."""
     paths: Mapping[str, str] = field(default_factory=dict)

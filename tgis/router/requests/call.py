@@ -36,6 +36,8 @@ class GenerationCall:
     """True if each text is a list of token ids, as decimal numbers with spaces between them."""
     adds_special_tokens: bool = True
     """False if the texts already contain their special tokens, as chat templates write them."""
+    client_id: str = ""
+    """The client's name for the call, by which it can abort the call; empty if the API has no aborts."""
     tenant: str = ""
     """Name from the caller's certificate or token; empty if there is none."""
     api: ApiRules = field(kw_only=True)

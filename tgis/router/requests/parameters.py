@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from tgis.config.serving import MIN_PRIORITY
 from tgis.router.grammar.compiler import Guided
 from tgis.sampling_parameters import SHARED, Range, SharedParameters
 
@@ -12,6 +13,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT_BYTES = 256
+MAX_PRIORITY = 2**31 - 1
 NUM_SEEDS = 2**64  # APIs that allow negative or larger seeds reduce them modulo this
 
 
@@ -38,6 +40,11 @@ STOP_TOKEN_IDS_RULE = Rule(
 CACHE_SALT_RULE = Rule(
     lambda salt: len(salt) <= MAX_CACHE_SALT_BYTES,
     f"cache_salt must be at most {MAX_CACHE_SALT_BYTES} bytes",
+)
+
+PRIORITY_RULE = Rule(
+    lambda priority: MIN_PRIORITY <= priority <= MAX_PRIORITY,
+    f"priority must be >= {MIN_PRIORITY} and <= {MAX_PRIORITY}",
 )
 
 
@@ -116,6 +123,8 @@ class Parameters(SharedParameters):
     """Number of texts to generate for each input."""
     cache_salt: bytes = parameter(b"", rule=CACHE_SALT_RULE, is_counted=True)
     """Salt of the prefix cache. Only inputs with equal salts share cached blocks."""
+    priority: int = parameter(0, "tgis.priority", rule=PRIORITY_RULE, is_counted=True)
+    """Requests with lower values are served first, as in vLLM."""
     raw_details: bool = parameter(False)
     """True if the details of generated tokens come from the model's unmodified logits."""
 

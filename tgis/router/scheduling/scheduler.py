@@ -5,6 +5,8 @@ answered."""
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
+from functools import partial
+from itertools import islice
 
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.crash_suspects import CrashSuspects
@@ -21,6 +23,7 @@ from tgis.router.scheduling.prefix_cache import (
 )
 from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step, WorkItem
+from tgis.router.scheduling.waiting_queue import WaitingQueue
 from tgis.router.sequence import Sequence
 
 
@@ -50,7 +53,7 @@ class Scheduler:
         self._proposer = proposer
         self._rope_switch_len = rope_switch_len
         self._reserves_output = reserves_output
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}  # oldest first
         self.num_preemptions = 0
         self.num_deferred = 0  # number of admissions that failed because there were too few free blocks
@@ -73,8 +76,8 @@ class Scheduler:
         return sum(sequence.num_scheduled >= sequence.prompt_len for sequence in self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Append a sequence to the queue. The pool must be large enough for its maximum length."""
-        self.waiting.append(sequence)
+        """Add a sequence to the queue. The pool must be large enough for its maximum length."""
+        self.waiting.add(sequence)
 
     def next_step(self, max_prompt_tokens: int) -> Step | None:
         """Return the next step, or None if nothing can be computed before the next answer or arrival. It
@@ -89,11 +92,18 @@ class Scheduler:
         decodes = list(self._continue_decoding(max_prompt_tokens // 2))
         if self._proposer is not None:
             max_prompt_tokens -= sum(item.drafts.max_tokens for item in decodes)
-        prompts = list(self._continue_prompts(max_prompt_tokens))
-        newcomers: list[WorkItem] = []
-        if self.num_preemptions == num_preemptions:  # admit no sequences while there are too few blocks
+        num_running, newcomers = len(self.running), list[WorkItem]()
+        may_admit = self.num_preemptions == num_preemptions  # otherwise there are too few blocks
+        if may_admit and self.waiting.is_contended:
+            # Short prompts of other tenants do not wait for a long one, which gets the other half.
+            newcomers += self._admit_waiting(max_prompt_tokens // 2, is_alone=False, must_fit=True)
+            max_prompt_tokens -= sum(
+                item.sequence.num_to_encode + item.end - item.start for item in newcomers
+            )
+        prompts = list(self._continue_prompts(max_prompt_tokens, num_running))
+        if may_admit:
             budget = max_prompt_tokens - sum(item.end - item.start for item in prompts)
-            newcomers += self._admit_waiting(budget, is_alone=not prompts)
+            newcomers += self._admit_waiting(budget, is_alone=not prompts and not newcomers)
         return self._send(decodes, prompts, newcomers) if decodes or prompts or newcomers else None
 
     def apply_answer(self, step: Step, num_proposed: int = 0) -> None:
@@ -129,17 +139,19 @@ class Scheduler:
             self.num_accepted_drafts += 1
             accept_draft(self.pool, sequence)
         sequence.token_ids.append(token_id)
+        if self.waiting.is_contended:
+            self.waiting.count_tokens(sequence, 1)
         if sequence.num_fatal_steps or self._crash_suspects.queue:
             self._crash_suspects.clear(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence in any state. Its unanswered tokens are ignored."""
         self._crash_suspects.clear(sequence)
-        if sequence in self.running:
+        is_running = sequence in self.running
+        if is_running:
             del self.running[sequence]
             self._drop(sequence)
-        else:
-            self.waiting.remove(sequence)
+        self.waiting.end(sequence, is_waiting=not is_running)
 
     def abandon_steps(self) -> None:
         """Free everything that waits for answers, because no answer will arrive and no step will be sent."""
@@ -162,7 +174,7 @@ class Scheduler:
         self._num_blocks_owed = 0
         for sequence in reversed(self.running):
             self.rows.close(reset_progress(sequence))
-            self.waiting.appendleft(sequence)
+            self.waiting.put_back(sequence)
         self.rows.take_closed()
         self.running.clear()
         return culprit
@@ -209,9 +221,10 @@ class Scheduler:
         max_drafts = count_allowed_drafts(self.pool, sequence, len(self.running), self._rope_switch_len)
         return proposer.propose(sequence, max_drafts)
 
-    def _continue_prompts(self, budget: int) -> Iterator[WorkItem]:
-        """Continue partly computed prompts, which took their blocks at admission."""
-        for sequence in self.running:
+    def _continue_prompts(self, budget: int, num_running: int) -> Iterator[WorkItem]:
+        """Continue partly computed prompts, which took their blocks at admission. The first `num_running`
+        sequences were admitted in earlier steps."""
+        for sequence in islice(self.running, num_running):
             if budget <= 0:
                 return
             if sequence.num_pending > 1:
@@ -219,23 +232,22 @@ class Scheduler:
                 budget -= end - sequence.num_scheduled
                 yield self._plan(sequence, end, [])
 
-    def _admit_waiting(self, budget: int, is_alone: bool) -> Iterator[WorkItem]:
-        """Admit waiting sequences in order of arrival. A sequence that does not fit blocks those behind it,
-        so that none starves. A sequence that waits for a sibling blocks none and keeps its place."""
-        place = 0
-        while place < len(self.waiting) and budget > 0 and self.rows.num_free:
-            sequence = self.waiting[place]
-            if waits_for_sibling(self.pool, sequence):
-                place += 1
-                continue
-            work = self._admit(sequence, budget, is_alone)
+    def _admit_waiting(self, budget: int, is_alone: bool, must_fit: bool = False) -> Iterator[WorkItem]:
+        """Admit waiting sequences in the queue's order. A sequence that does not fit blocks those behind it,
+        so that none starves. A sequence that waits for a sibling blocks none and keeps its place. With
+        `must_fit`, only sequences are admitted whose prompt can be computed within the budget."""
+        waiting, is_held = self.waiting, partial(waits_for_sibling, self.pool)
+        while budget > 0 and self.rows.num_free and (sequence := waiting.next(is_held)) is not None:
+            work = self._admit(sequence, budget, is_alone, must_fit)
             if work is None:
                 return
             is_alone = False
             budget -= sequence.num_to_encode + work.end - work.start
             yield work
 
-    def _admit(self, sequence: Sequence, budget: int, is_alone: bool) -> WorkItem | None:
+    def _admit(
+        self, sequence: Sequence, budget: int, is_alone: bool, must_fit: bool = False
+    ) -> WorkItem | None:
         """Admit a waiting sequence, or return None if it cannot begin now. Encoder input is computed as a
         whole, and may exceed the budget only if `is_alone`, that is, if the step has no other prompt work."""
         if sequence in self._last_step:
@@ -244,9 +256,12 @@ class Scheduler:
         cached = find_cached(self.pool, sequence)
         if cached.num_to_encode >= budget and not is_alone:
             return None
+        num_cached = len(cached.blocks) * self.pool.block_size
+        if must_fit and cached.num_to_encode + sequence.num_tokens - num_cached > budget:
+            return None
         if not self._take_blocks_and_row(sequence, cached):
             return None
-        self.waiting.remove(sequence)
+        self.waiting.take(sequence)
         self.running[sequence] = None
         max_tokens = max(budget - cached.num_to_encode, 1)
         end = min(sequence.num_tokens, sequence.num_scheduled + max_tokens)
@@ -326,7 +341,7 @@ class Scheduler:
         """Put a sequence back at the head of the queue. Its unanswered tokens remain valid."""
         del self.running[sequence]
         self._drop(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         """Free the row now, and the blocks when the last step that uses them has been answered."""

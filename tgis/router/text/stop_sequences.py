@@ -211,6 +211,21 @@ class TextStream:
         return unsent[: len(unsent) - num_cut]
 
 
+class NoText:
+    """Stands in for the text of a sequence of which only the token ids are returned."""
+
+    stop_sequence = ""
+
+    def push(self, token_id: int, reason: StopReason) -> bool:
+        return False
+
+    def take(self, count: int) -> tuple[str, ...]:
+        return ()
+
+    def flush(self) -> str:
+        return ""
+
+
 def _hold_back(stops: StopSequences) -> int:
     """Return the number of bytes that a stop sequence may still remove."""
     if not stops.texts:

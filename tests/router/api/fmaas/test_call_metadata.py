@@ -46,6 +46,7 @@ def spec_fields(spec: SequenceSpec) -> dict[str, Any]:
         **vars(spec.sampling),
         "eos_token_ids": spec.stopping.eos_token_ids,
         "cache_salt": spec.cache_salt,
+        "priority": spec.priority,
         "input_ids": spec.input_ids,
         "raw": spec.details.raw,
     }
@@ -70,6 +71,9 @@ EFFECTS: list[tuple[Headers, dict[str, Any], dict[str, Any]]] = [
     ([("tgis-watermark", "false")], SAMPLE, {}),
     ([("tgis-cache-salt", "our team")], {}, {"cache_salt": CacheSalt("", b"our team")}),
     ([("tgis-cache-salt-bin", b"\0\xff\n" * 85)], {}, {"cache_salt": CacheSalt("", b"\0\xff\n" * 85)}),
+    ([("tgis-priority", "-7")], {}, {"priority": 0}),  # the default floor
+    ([("tgis-priority", "12")], {}, {"priority": 12}),
+    ([("tgis-priority", "0")], {}, {}),
     ([("tgis-input", "text"), ("tgis-tokens", "text")], {}, {}),
     ([("other", "x"), ("tgi-x", "y"), ("x-tgis-y", "z")], {}, {}),
 ]
@@ -195,6 +199,10 @@ HOSTILE: list[tuple[str, str | bytes]] = [
         for name in ("input", "tokens")
         for value in ["", "IDS", "id", "ids ", "ids,text", "true", "pieces", LONG]
     ),
+    ("tgis-priority", ""),
+    ("tgis-priority", "1.5"),
+    ("tgis-priority", "+1"),
+    ("tgis-priority", "2147483648"),
     ("tgis-cache-salt", ""),
     ("tgis-cache-salt", "x" * 257),
     ("tgis-cache-salt-bin", b""),

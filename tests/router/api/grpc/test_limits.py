@@ -143,6 +143,7 @@ def test_connections_that_say_nothing_make_way(router: Setup) -> None:
         assert time.monotonic() - begun < 25
 
 
+@pytest.mark.slow
 def test_old_connections_are_asked_to_go_and_their_streams_finish(tmp_path: Path) -> None:
     setup = start_router(tmp_path, 1, "--max-connection-age", "0.5")
     try:

@@ -125,6 +125,7 @@ def test_a_cancelled_call_leaves_at_once(router: Setup) -> None:
         assert time.monotonic() - begun < MAX_DELAY_S
 
 
+@pytest.mark.slow
 def test_the_end_waits_for_no_refusal(tmp_path: Path) -> None:
     setup = start_router(tmp_path, 1)
     try:

@@ -1,6 +1,7 @@
 """Tests tenants over real sockets: names in tokens and certificates reach the cache salt."""
 
 import asyncio
+import hashlib
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -10,10 +11,14 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from tests.support.http_exchange import exchange
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.served_grpc import ServedGrpc, open_channel, open_grpc, status_of
+from tests.support.router.served_http import open_http
 from tests.support.tls_files import Files, credentials
+from tgis.config.checks import Setting, SettingsError, check
 from tgis.router.api.bearer_tokens import CHECK_INTERVAL_S, BearerTokens
+from tgis.router.api.tenants import TenantRules, TokenHolder
 from tgis.router.errors import StartupError
 from tgis.router.sequence import CacheSalt
 
@@ -108,6 +113,43 @@ async def test_without_either_there_is_no_tenant(tmp_path: Path) -> None:
         assert await tenant(served, None, "t-1", "x") == {CacheSalt("", b"x")}
 
 
+async def test_a_gateway_names_the_tenant(tmp_path: Path, tokens_path: Path) -> None:
+    """Its name replaces that of its token. Several values are one name of their own."""
+    async with open_grpc(tmp_path, tokens_path, trusted_key="x-tenant") as served:
+        for values, expected in (
+            ([], "acme"),
+            ([""], "acme"),
+            (["initech"], "initech"),
+            (["initech", "globex"], "initech,globex"),
+            (["a name"], hashlib.sha256(b"a name").hexdigest()),
+        ):
+            metadata = [("authorization", "Bearer t-1"), *(("x-tenant", value) for value in values)]
+            await served.stub.Generate(batch("a", **ONE), metadata=metadata)
+            assert [spec.cache_salt.tenant for spec in served.take_specs()] == [expected]
+        call = served.stub.Generate(batch("a", **ONE), metadata=[("x-tenant", "initech")])
+        assert (await status_of(call))[0] is REFUSED, "a name is no token"
+
+
+@pytest.mark.parametrize(
+    "key", ["", "X-Tenant", "x tenant", "tgis-tenant", "grpc-x", "x-bin", "authorization"]
+)
+def test_keys_that_a_gateway_cannot_use(key: str) -> None:
+    assert check({"trust_metadata": Setting("x-tenant")}, (), ()) == []
+    with pytest.raises(SettingsError, match="trust_metadata: "):
+        check({"trust_metadata": Setting(key)}, (), ())
+
+
+async def test_a_gateway_names_the_tenant_over_http(tmp_path: Path, tokens_path: Path) -> None:
+    options = {"trust_metadata": "x-tenant"}
+    async with open_http(tmp_path, tokens=tokens_path, port_options=options) as served:
+        for headers, expected in (({}, "acme"), ({"X-Tenant": "initech"}, "initech")):
+            headers |= {"authorization": "Bearer t-1"}
+            body = {"model": "alias", "prompt": "a", "max_tokens": 1}
+            await asyncio.to_thread(exchange, served.url + "/v1/completions", body, headers)
+            assert [spec.cache_salt.tenant for spec in served.handle.specs] == [expected]
+            served.handle.specs.clear()
+
+
 async def test_names_change_with_the_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,8 +183,15 @@ def replace(path: Path, text: str) -> None:
     os.replace(path.with_suffix(".new"), path)
 
 
-FORM = "must be TOKEN or `tenant NAME TOKEN` with a name of at most 128 characters of printable ASCII"
-TWICE = "has a token that another line gives to another tenant"
+FORM = (
+    "must be TOKEN, `operator TOKEN` or `tenant NAME TOKEN` with a name of at most 128 characters of "
+    "printable ASCII"
+)
+LIMITS = (
+    "must be `limits NAME` once per tenant, with values of priority-floor, requests-per-minute, "
+    "tokens-per-minute, concurrent-requests, as KEY=NUMBER"
+)
+TWICE = "has a token that another line gives to another tenant or to an operator"
 
 
 @pytest.mark.parametrize(
@@ -158,6 +207,17 @@ TWICE = "has a token that another line gives to another tenant"
         ("tenant a secret\ntenant b secret\n", 2, TWICE),
         ("secret\n\n\ntenant b secret\n", 4, TWICE),
         ("tenant b secret\nsecret\n", 2, TWICE),
+        ("secret\noperator secret\n", 2, TWICE),
+        ("operator acme secret\n", 1, FORM),
+        ("limits acme\n", 1, FORM),
+        ("limits é priority-floor=1\n", 1, FORM),
+        ("limits acme priority-floor\n", 1, LIMITS),
+        ("limits acme secret=1\n", 1, LIMITS),
+        ("limits acme priority-floor=-2147483649\n", 1, LIMITS),
+        ("limits acme requests-per-minute=0\n", 1, LIMITS),
+        ("limits acme tokens-per-minute=1.5\n", 1, LIMITS),
+        ("limits acme tokens-per-minute=1 tokens-per-minute=1\n", 1, LIMITS),
+        ("limits a priority-floor=1\nlimits a priority-floor=1\n", 2, LIMITS),
     ],
 )
 def test_a_line_that_is_neither_form_is_refused_by_its_number(
@@ -173,11 +233,32 @@ def test_a_line_that_is_neither_form_is_refused_by_its_number(
 
 def test_allowed_forms_of_token_lines(tmp_path: Path) -> None:
     path, long = tmp_path / "tokens", "x" * 128
-    path.write_text(f"\r\n tenant a!~ t1 \r\n\ttenant\t{long}\tt2\n\ntenant a!~ t1\ntenant\nt3")
+    path.write_text(
+        f"\r\n tenant a!~ t1 \r\n\ttenant\t{long}\tt2\n\ntenant a!~ t1\ntenant\nt3\noperator\t t5\noperator"
+    )
     tokens = BearerTokens(str(path))
-    tenants = {token: tokens.tenant_of(token) for token in ("t1", "t2", "t3", "tenant")}
-    assert tenants == {"t1": "a!~", "t2": long, "t3": "", "tenant": ""}
-    assert {tokens.tenant_of(token) for token in ("t4", "a!~", long, "", "tenant a!~ t1")} == {None}
+    holders = {token: tokens.holder_of(token) for token in ("t1", "t2", "t3", "tenant", "t5", "operator")}
+    assert holders == {
+        "t1": TokenHolder("a!~"),
+        "t2": TokenHolder(long),
+        "t3": TokenHolder(),
+        "tenant": TokenHolder(),
+        "t5": TokenHolder(is_operator=True),
+        "operator": TokenHolder(),
+    }
+    path.write_text("limits\nlimits a tokens-per-minute=7 priority-floor=-3\n")
+    tokens = BearerTokens(str(path))
+    assert tokens.holder_of("limits") == TokenHolder()
+    default = TenantRules(1, 2, 3)
+    assert tokens.rules_of("a", default) == TenantRules(-3, 2, 7)
+    assert tokens.rules_of("", default) == default
+
+
+def test_unknown_tokens(tmp_path: Path) -> None:
+    path, long = tmp_path / "tokens", "x" * 128
+    path.write_text(f"\r\n tenant a!~ t1 \r\n\ttenant\t{long}\tt2\n")
+    tokens = BearerTokens(str(path))
+    assert {tokens.holder_of(token) for token in ("t4", "a!~", long, "", "tenant a!~ t1")} == {None}
 
 
 def test_only_spaces_and_tabs_surround_a_token(tmp_path: Path) -> None:
@@ -188,7 +269,7 @@ def test_only_spaces_and_tabs_surround_a_token(tmp_path: Path) -> None:
     path.write_text("\t t1 \t\r\nt2\N{NO-BREAK SPACE}\n", encoding="utf-8")
     tokens = BearerTokens(str(path))
     for header in ("Bearer t1", "bearer  t1\t", "Bearer t2\N{NO-BREAK SPACE}"):
-        assert tokens.tenant_of_header(header) == "", header
+        assert tokens.holder_of_header(header) == TokenHolder(), header
     spaces = ("\N{NO-BREAK SPACE}", "\x85", "\x0b", "\x0c", "\x1c", "\N{EN QUAD}", "\N{LINE SEPARATOR}")
     for header in ("Bearer t2", *(f"Bearer t1{space}" for space in spaces), f"Bearer {spaces[0]}t1"):
-        assert tokens.tenant_of_header(header) is None, ascii(header)
+        assert tokens.holder_of_header(header) is None, ascii(header)

@@ -386,7 +386,8 @@ WRONG = [
     ("ignore_eos", 1),
     ("use_beam_search", True),
     ("allowed_token_ids", [1]),
-    ("priority", 5),
+    ("priority", 2**31),
+    ("priority", 1.5),
     ("skip_special_tokens", False),
 ]
 

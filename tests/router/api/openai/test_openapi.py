@@ -26,7 +26,7 @@ def test_every_route_is_there() -> None:
     unused: Any = None
     config, models = RouterConfig(tokenizer_path=""), Models(("a",))
     given = (unused, unused, models, unused, LIMITS_OF_HTTP, unused, unused, config, lambda: True)
-    parts = ServiceParts(*given, load=unused)
+    parts = ServiceParts(*given, load=unused, watching=unused)
     routes = {
         (re.sub(":path", "", route.path), method)
         for route in openai_api(parts, OpenAiChatApi(parts)).routes

@@ -56,6 +56,7 @@ CASES: list[tuple[str, Any, str, Any]] = [
     ("truncate_prompt_tokens", 3, "truncate_input_tokens", 3),
     ("n", 3, "n", 3),
     ("cache_salt", "é", "cache_salt", "é".encode()),
+    ("priority", -5, "priority", -5),
     ("user", "somebody", "n", 1),
     ("unknown", [1], "n", 1),
 ]

@@ -12,7 +12,6 @@ NEUTRAL: dict[str, Any] = {
     "tools": [],
     "tool_choice": "none",
     "modalities": ["text"],
-    "priority": 0,
     "length_penalty": 1,
     "skip_special_tokens": True,
     "best_of": 1,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 from smg_grpc_proto.generated import common_pb2 as pb
 
-from tgis.router.api.vllm_engine.cache_feed import HISTORY, MAX_BLOCKS, MAX_WAITING, Subscription, TenantFeed
+from tgis.router.api.vllm_engine.cache_feed import HISTORY, MAX_BLOCKS, MAX_WAITING, CacheFeed, Subscription
 from tgis.router.errors import RequestError, SlowClientError
 from tgis.router.scheduling.cache_events import CacheChanges, StoredBlock
 
@@ -43,7 +43,7 @@ def apply(blocks: Blocks, batches: Iterable[pb.KvEventBatch]) -> None:
 
 
 async def test_many_blocks_are_sent_in_several_batches() -> None:
-    feed = TenantFeed("")
+    feed = CacheFeed("")
     early = feed.subscribe(0)
     feed.apply(CacheChanges(True, stored(1, 3 * MAX_BLOCKS), ()))
     late = feed.subscribe(0)
@@ -58,7 +58,7 @@ async def test_many_blocks_are_sent_in_several_batches() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_subscribers_have_equal_blocks_whenever_they_begin(seed: int) -> None:
-    r, feed = random.Random(seed), TenantFeed("a")
+    r, feed = random.Random(seed), CacheFeed("a")
     copies: list[tuple[Subscription, Blocks]] = []
     known: Blocks = {}
     name = 1
@@ -81,7 +81,7 @@ async def test_subscribers_have_equal_blocks_whenever_they_begin(seed: int) -> N
 
 
 async def test_a_subscriber_resumes_after_the_batches_that_it_has() -> None:
-    feed = TenantFeed("")
+    feed = CacheFeed("")
     [first] = await read(feed.subscribe(0))
     for name in range(1, 5):
         feed.apply(CacheChanges(False, stored(name, 1), ()))
@@ -97,7 +97,7 @@ async def test_a_subscriber_resumes_after_the_batches_that_it_has() -> None:
 
 
 async def test_a_subscriber_that_does_not_read_is_cut_off() -> None:
-    feed = TenantFeed("")
+    feed = CacheFeed("")
     slow, quick = feed.subscribe(0), feed.subscribe(0)
     for name in range(1, MAX_WAITING + 2):
         feed.apply(CacheChanges(False, stored(name, 1), ()))

@@ -109,6 +109,15 @@ def test_stop_token_ids_and_stop_strings_are_reported(served: EngineApi) -> None
     assert (answer.finish_reason, answer.matched_stop_str) == ("stop", stop)
 
 
+def test_texts_are_built_for_stop_strings_only(served: EngineApi) -> None:
+    for stop, shown in (((), "output 0 bytes"), (["never"], "output ")):
+        num_lines = len(served.setup.service.lines)
+        complete(served, request(served, stop=stop))
+        served.setup.service.wait_for_line(f"generated 9 tokens before MAX_TOKENS, {shown}")
+        [line] = [line for line in served.setup.service.lines[num_lines:] if "generated 9 tokens" in line]
+        assert ("output 0 bytes" in line) == (not stop)
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -129,6 +138,17 @@ def test_wrong_fields_are_refused_by_their_names(
     with pytest.raises(grpc.RpcError) as refusal:
         list(served.stub.Generate(request(served, **fields)))
     assert (refusal.value.code(), refusal.value.details().startswith(text)) == (INVALID, True), refusal.value
+
+
+def test_priorities_are_metadata(served: EngineApi) -> None:
+    message = pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(max_tokens=1))
+    for value in ("5", "-5"):
+        list(served.stub.Generate(message, metadata=[("tgis-priority", value)]))
+    for pairs in ([("tgis-priority", "high")], [("tgis-priority", "1")] * 2):
+        with pytest.raises(grpc.RpcError) as refusal:
+            list(served.stub.Generate(message, metadata=pairs))
+        text = "tgis-priority: must be a whole number, such as 10"
+        assert (refusal.value.code(), refusal.value.details()) == (INVALID, text)
 
 
 @pytest.mark.parametrize(

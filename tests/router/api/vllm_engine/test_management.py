@@ -11,7 +11,9 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from tests.support.accounts import scrape
 from tests.support.router.engine_api import EngineApi, serve_engine_api
 from tests.support.router.messages import PROMPT
 from tests.support.router.router_process import MAX_SEQUENCE_LENGTH
@@ -19,7 +21,7 @@ from tests.support.router.router_process import MAX_SEQUENCE_LENGTH
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineApi]:
-    with serve_engine_api(tmp_path_factory.mktemp("router")) as served:
+    with serve_engine_api(tmp_path_factory.mktemp("router"), "--max-batch-size", "4") as served:
         yield served
 
 
@@ -38,19 +40,24 @@ def test_health_and_facts(served: EngineApi) -> None:
     )
 
 
-def test_loads_count_running_requests(served: EngineApi) -> None:
-    message = pb.GenerateRequest(
-        request_id="long", text=PROMPT, stream=True, sampling_params=pb.SamplingParams(ignore_eos=True)
-    )
-    stream = served.stub.Generate(message)
+def test_loads_count_requests_and_tokens(served: EngineApi) -> None:
+    sampling = pb.SamplingParams(ignore_eos=True, n=6)
+    stream = served.stub.Generate(pb.GenerateRequest(text=PROMPT, stream=True, sampling_params=sampling))
     next(stream)
     [load] = served.stub.GetLoads(pb.GetLoadsRequest()).loads
-    while not load.num_running_reqs:  # a load that was read a moment ago may be returned again
+    while load.num_running_reqs < 4:  # a load that was read a moment ago may be returned again
         [load] = served.stub.GetLoads(pb.GetLoadsRequest()).loads
     stream.cancel()
-    assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (1, 0, 1)
+    assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (4, 2, 6)
     assert 0 < load.token_usage < 1
     assert 0 < load.num_used_tokens < load.max_total_num_tokens
+    assert load.gen_throughput >= 1
+    hits, queries = (
+        scrape(served.setup.http)[f"tgi_prefix_cache_{name}_total"] for name in ("hits", "queries")
+    )
+    assert load.cache_hit_rate == pytest.approx(hits / queries)
+    num_waiting = 2 * len(served.ids(PROMPT))
+    assert load.num_waiting_uncached_tokens == round(num_waiting * (1 - load.cache_hit_rate))
 
 
 def test_the_tokenizer_is_that_of_the_service(served: EngineApi) -> None:
@@ -85,12 +92,15 @@ def test_an_aborted_request_ends(served: EngineApi, stream: bool) -> None:
 
 
 def _aborts(served: EngineApi, message: pb.AbortRequest) -> bool:
-    try:
-        served.stub.Abort(message)
-    except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.NOT_FOUND:
-            raise
-        return False
+    """Send an abort over a new connection, which another router worker may accept."""
+    target = f"127.0.0.1:{served.setup.service.grpc_port}"
+    with grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        try:
+            VllmEngineStub(channel).Abort(message)  # type: ignore[no-untyped-call]
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            return False
     return True
 
 
@@ -149,6 +159,9 @@ def test_a_stream_of_events_repeats_the_load_under_its_number(served: EngineApi)
     stream.cancel()
     record, later = records
     assert (later.load.sample, later.load.running_requests) == (record.load.sample + 1, 0)
+    [load] = served.stub.GetLoads(pb.GetLoadsRequest()).loads
+    assert later.load.cache_hit_rate == load.cache_hit_rate
+    assert later.load.HasField("waiting_uncached_tokens")
 
 
 def test_a_subscriber_from_the_future_is_refused(served: EngineApi) -> None:

@@ -144,6 +144,7 @@ assert all(torch.equal(product(x), expected) for _ in range(20))
 """
 
 
+@pytest.mark.slow
 def test_scratch_memory_lives_as_long_as_its_kernel() -> None:
     """With one arena for all threads, memory that is freed too early is reused by another thread at once."""
     environment = os.environ | {"MALLOC_ARENA_MAX": "1"}

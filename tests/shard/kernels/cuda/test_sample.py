@@ -32,7 +32,8 @@ def sample(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "num_rows"), [(40, 70), pytest.param(205, 70, marks=pytest.mark.slow)]
+    ("vocab_size", "num_rows"),
+    [(40, 20), *(pytest.param(size, 70, marks=pytest.mark.slow) for size in (40, 205))],
 )
 def test_chooses_as_the_cpu(sample: Sample, vocab_size: int, num_rows: int) -> None:
     """Random rows for several steps, some of them guided, in changing batches and order."""

@@ -37,12 +37,9 @@ SIZES = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": Non
 # Groups of 64 and 128 are split over two ranks, and the last ones are partial.
 WIDE = {"intermediate_size": 200}
 
-# `make test` runs one of each kind of groups; "eetq" is "bitsandbytes".
-DISTINCT = [
-    "bitsandbytes",
-    "int4",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("bitsandbytes-nf4", "bitsandbytes-fp4", "fp8")),
-]
+# `make test` runs one of them; "eetq" is "bitsandbytes".
+_SLOW = ("bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "fp8")
+DISTINCT = ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
 
 
 @pytest.fixture(scope="module")

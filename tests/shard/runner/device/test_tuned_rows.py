@@ -28,7 +28,7 @@ def ask(case: Case | AdapterCase, wants_details: bool) -> list[Request]:
     return requests
 
 
-QUICK = {"prompts of an encoder-decoder", "adapters"}
+QUICK = {"adapters"}
 MARKED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from tgis.router.api.grpc.priority_metadata import ALLOWED_PRIORITY, PRIORITY, PRIORITY_KEY
 from tgis.router.errors import RequestError
 from tgis.router.requests.call import Metadata
 from tgis.router.requests.parameters import (
@@ -129,6 +130,15 @@ KEYS: Mapping[str, MetadataKey] = {
         _size,
         f"1 to {MAX_CACHE_SALT_BYTES} bytes",
         "the same, for any bytes; one of the two may be given",
+    ),
+    PRIORITY_KEY: MetadataKey(
+        "priority",
+        PRIORITY,
+        int,
+        str,
+        ALLOWED_PRIORITY,
+        "inputs of calls with lower values start first; values below the operator's `--priority-floor` count "
+        "as the floor",
     ),
     "tgis-input": _choice(
         "inputs_are_ids",

@@ -12,7 +12,7 @@ from tgis.config.network import PortOptions
 from tgis.log_limits import KIND
 from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
 from tgis.router.api.grpc.call_status import Context, Status, end_call
-from tgis.router.api.tenants import token_tenant
+from tgis.router.api.tenants import TokenHolder, token_holder
 from tgis.router.metrics.metric_types import Counter
 
 logger = logging.getLogger(__name__)
@@ -57,21 +57,21 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler:
         if handler_call_details.method.startswith(HEALTH_PREFIX):
             return await continuation(handler_call_details)
-        tenant = self._authenticate(handler_call_details)
-        if tenant is not None:
-            token_tenant.set(tenant)
+        holder = self._authenticate(handler_call_details)
+        if holder is not None:
+            token_holder.set(holder)
             return await continuation(handler_call_details)
         self._failures.add("unauthenticated")
         method = handler_call_details.method[:MAX_METHOD_CHARS]
         logger.warning("a call of %s was refused: %s", method, REFUSAL, extra={KIND: "gRPC unauthenticated"})
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
-    def _authenticate(self, details: grpc.HandlerCallDetails) -> str | None:
-        """Return the name of the call's tenant, empty if it has none, or None to refuse the call."""
+    def _authenticate(self, details: grpc.HandlerCallDetails) -> TokenHolder | None:
+        """Return the holder of the call's token, or None to refuse the call."""
         given = [value for key, value in details.invocation_metadata or () if key == "authorization"]
         if len(given) != 1 or not isinstance(given[0], str):
             return None
-        return self._tokens.tenant_of_header(given[0])
+        return self._tokens.holder_of_header(given[0])
 
 
 async def _refuse(request: Any, context: Context) -> None:

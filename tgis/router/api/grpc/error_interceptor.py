@@ -34,7 +34,6 @@ STATUS = {
 
 PACED_CODES = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
 UNREADABLE = "the request could not be decoded"
-RETRY_S = 1
 RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 
 Handler = Any  # grpc types its handlers for the synchronous server only
@@ -179,20 +178,21 @@ def _status_of(error: Exception) -> Status:
     """Return the client's status for `error`. An unforeseen error's text has only the id of the log line."""
     if isinstance(error, RouterError):
         code, text = STATUS[error.code], str(error)
-        more = _retry_metadata(code.value[0], text) if isinstance(error, OverloadedError) else ()
+        retry_s = error.retry_s if isinstance(error, OverloadedError) else None
+        more = () if retry_s is None else _retry_metadata(code.value[0], text, retry_s)
         return Status(code, text, more)
     request_id = secrets.token_hex(8)
     logger.error("request %s failed: %r", request_id, error, exc_info=error)
     return Status(grpc.StatusCode.INTERNAL, internal_error(request_id))
 
 
-def _retry_metadata(code: int, text: str) -> tuple[tuple[str, str | bytes], ...]:
+def _retry_metadata(code: int, text: str, retry_s: int) -> tuple[tuple[str, str | bytes], ...]:
     """Return metadata with the time until a retry, as `google.rpc.RetryInfo` and as gRPC's own pushback."""
-    retry_info = _field(1, Duration(seconds=RETRY_S).SerializeToString())
+    retry_info = _field(1, Duration(seconds=retry_s).SerializeToString())
     detail = AnyMessage(type_url=RETRY_INFO, value=retry_info).SerializeToString()
     # The field numbers of google.rpc.Status are part of a public contract.
     status = bytes([1 << 3, code]) + _field(2, text.encode()) + _field(3, detail)
-    return ("grpc-status-details-bin", status), ("grpc-retry-pushback-ms", str(1000 * RETRY_S))
+    return ("grpc-status-details-bin", status), ("grpc-retry-pushback-ms", str(1000 * retry_s))
 
 
 def _field(number: int, data: bytes) -> bytes:

@@ -4,7 +4,8 @@ not read does not delay the others. The service that gRPC provides notifies one 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -26,14 +27,14 @@ class Health(HealthServicer):  # type: ignore[misc]
     def __init__(self, *services: str) -> None:
         self._services = ("", *services)
         self._changed = asyncio.Event()
-        self._is_draining = False
+        self._draining = asyncio.Event()
         self._lost_at: float | None = None
         self.is_ready = False
         self.num_watches = 0
 
     def set(self, is_ready: bool) -> None:
         """Record whether the shards are ready."""
-        self._update(is_ready and not self._is_draining)
+        self._update(is_ready and not self._draining.is_set())
         if not is_ready:
             self._lost_at = time.monotonic()
         elif self._lost_at is not None:
@@ -42,7 +43,7 @@ class Health(HealthServicer):  # type: ignore[misc]
 
     def drain(self) -> None:
         """Set the health to not ready permanently."""
-        self._is_draining = True
+        self._draining.set()
         self._update(False)
 
     async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
@@ -59,10 +60,17 @@ class Health(HealthServicer):  # type: ignore[misc]
     ) -> AsyncGenerator[pb.HealthCheckResponse, None]:
         """Yield each new status. Statuses that are replaced before the client reads them are skipped. The
         status after `drain` is the last one."""
-        self.num_watches += 1
-        try:
+        with self.watching():
             async for status in self._statuses(request.service in self._services):
                 yield pb.HealthCheckResponse(status=status)
+
+    @contextmanager
+    def watching(self) -> Iterator[asyncio.Event]:
+        """Count a client that watches the health, also through another method, while the context is open.
+        Yield the event that `drain` sets."""
+        self.num_watches += 1
+        try:
+            yield self._draining
         finally:
             self.num_watches -= 1
 
@@ -70,7 +78,7 @@ class Health(HealthServicer):  # type: ignore[misc]
         sent = None
         while True:
             # Read both together, so that a change or a drain while a status is sent is reported afterwards.
-            changed, is_draining = self._changed, self._is_draining
+            changed, is_draining = self._changed, self._draining.is_set()
             status = self._status if is_known else pb.HealthCheckResponse.SERVICE_UNKNOWN
             if status != sent:
                 sent = status

@@ -7,7 +7,7 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tgis.router.errors import RouterError, internal_error
+from tgis.router.errors import OverloadedError, RouterError, internal_error
 from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.http_statuses import http_status
 
@@ -60,7 +60,8 @@ class ErrorResponse(Response):
         self, error: Exception, status: int, body: bytes, media_type: str | None, parameter: str = ""
     ) -> None:
         """Create the answer. `parameter` is the parameter that the refusal names, if any."""
-        headers = {"retry-after": str(RETRY_S)} if status in TEMPORARY else {}
+        retry_s = error.retry_s if isinstance(error, OverloadedError) else RETRY_S
+        headers = {"retry-after": str(retry_s)} if status in TEMPORARY else {}
         if status == 401:
             headers["www-authenticate"] = "Bearer"
         super().__init__(body, status, headers, media_type)

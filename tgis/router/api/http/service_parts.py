@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from tgis.config.processes import RouterConfig
@@ -34,6 +35,9 @@ class ServiceParts:
     """Directories searched for adapters, in order; None if clients may not name adapters."""
     load: Callable[[], Awaitable[EngineLoad]] = field(kw_only=True)
     """Function that returns how busy the engine is, or was a moment ago."""
+    watching: Callable[[], AbstractContextManager[asyncio.Event]] = field(kw_only=True)
+    """Function whose context counts a client that watches the health. It yields the event of a drain, after
+    which such clients have time to choose another server."""
     encoding_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock that long answers take in turn to be encoded."""
     operations: list[tuple[Operation, ErrorTexts]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Numbers the changes of the prefix cache that one tenant may see, and sends them to its subscribers."""
+"""Numbers the changes of the prefix cache that a subscriber may see, and sends them to the subscribers."""
 
 import asyncio
 import time
@@ -47,8 +47,10 @@ class Subscription:
         return self._batches.popleft()
 
 
-class TenantFeed:
-    def __init__(self, tenant: str) -> None:
+class CacheFeed:
+    def __init__(self, tenant: str | None) -> None:
+        """Create the feed of one tenant's blocks. None: the feed of all blocks, in which the tenants' names
+        are the salts of their blocks."""
         self._tenant = tenant
         self._blocks: dict[int, StoredBlock] = {}
         self._history: deque[pb.KvEventBatch] = deque(maxlen=HISTORY)
@@ -76,10 +78,10 @@ class TenantFeed:
         """Send the visible changes to all subscribers."""
         if changes.is_cleared:
             self._blocks.clear()
-        stored = [block for block in changes.stored if block.tenant == self._tenant]
+        stored = [block for block in changes.stored if self._tenant in (None, block.tenant)]
         self._blocks.update((block.name, block) for block in stored)
         removed = [name for name in changes.removed if self._blocks.pop(name, None) is not None]
-        parts = _list_events(stored, changes.is_cleared)
+        parts = self._list_events(stored, changes.is_cleared)
         if removed:
             parts[-1].append(pb.KvCacheEvent(removed=pb.KvBlocksRemoved(block_hashes=removed)))
         for events in filter(None, parts):
@@ -96,7 +98,7 @@ class TenantFeed:
 
     def _snapshot(self) -> list[pb.KvEventBatch]:
         """Return all blocks. The numbers of the batches end with the current one."""
-        num_blocks, parts = len(self._blocks), _list_events(list(self._blocks.values()), is_cleared=True)
+        num_blocks, parts = len(self._blocks), self._list_events(list(self._blocks.values()), is_cleared=True)
         first, count = self._sequence - len(parts) + 1, len(parts)
         return [
             pb.KvEventBatch(
@@ -108,21 +110,49 @@ class TenantFeed:
             for index, events in enumerate(parts)
         ]
 
+    def _list_events(self, stored: Sequence[StoredBlock], is_cleared: bool) -> list[list[pb.KvCacheEvent]]:
+        """Return the events of each batch for stored blocks, at least one batch. The first one clears all
+        earlier blocks if `is_cleared` is set."""
+        starts = range(0, max(len(stored), 1), MAX_BLOCKS)
+        parts = [
+            [pb.KvCacheEvent(stored=run) for run in self._runs(stored[start : start + MAX_BLOCKS])]
+            for start in starts
+        ]
+        if is_cleared:
+            parts[0].insert(0, pb.KvCacheEvent(cleared=pb.KvCacheCleared()))
+        return parts
+
+    def _runs(self, blocks: Iterable[StoredBlock]) -> Iterator[pb.KvBlocksStored]:
+        """Yield the blocks in events of blocks that follow each other."""
+        run: pb.KvBlocksStored | None = None
+        last: int | None = None
+        for block in blocks:
+            if run is None or block.parent != last:
+                if run is not None:
+                    yield run
+                salt = block.tenant if self._tenant is None and block.tenant else None
+                run = pb.KvBlocksStored(parent_block_hash=block.parent, cache_salt=salt)
+            run.blocks.add(block_hash=block.name, token_ids=block.token_ids, block_size=len(block.token_ids))
+            last = block.name
+        if run is not None:
+            yield run
+
 
 class CacheFeeds:
-    """Feeds of all tenants with subscribers."""
+    """Feeds of all tenants with subscribers, and the operators' feed."""
 
     def __init__(self, watch: Callable[[CacheListener | None], None]) -> None:
         """`watch` sets the listener to the engine's cache, or removes it."""
         self._watch = watch
-        self._feeds: dict[str, TenantFeed] = {}
+        self._feeds: dict[str | None, CacheFeed] = {}
 
     @contextmanager
-    def subscribe(self, tenant: str, start: int) -> Iterator[Subscription]:
-        """Add a subscriber while the context is open. Raises RequestError."""
+    def subscribe(self, tenant: str | None, start: int) -> Iterator[Subscription]:
+        """Add a subscriber to a tenant's blocks, or to all blocks, while the context is open. Raises
+        RequestError."""
         feed = self._feeds.get(tenant)
         if feed is None:
-            feed = self._feeds[tenant] = TenantFeed(tenant)
+            feed = self._feeds[tenant] = CacheFeed(tenant)
             self._watch(self._apply)  # reports all blocks again, which every feed takes
         try:
             subscription = feed.subscribe(start)
@@ -139,30 +169,3 @@ class CacheFeeds:
     def _apply(self, changes: CacheChanges) -> None:
         for feed in self._feeds.values():
             feed.apply(changes)
-
-
-def _list_events(stored: Sequence[StoredBlock], is_cleared: bool) -> list[list[pb.KvCacheEvent]]:
-    """Return the events of each batch for stored blocks, at least one batch. The first one clears all earlier
-    blocks if `is_cleared` is set."""
-    starts = range(0, max(len(stored), 1), MAX_BLOCKS)
-    parts = [
-        [pb.KvCacheEvent(stored=run) for run in _runs(stored[start : start + MAX_BLOCKS])] for start in starts
-    ]
-    if is_cleared:
-        parts[0].insert(0, pb.KvCacheEvent(cleared=pb.KvCacheCleared()))
-    return parts
-
-
-def _runs(blocks: Iterable[StoredBlock]) -> Iterator[pb.KvBlocksStored]:
-    """Yield the blocks in events of blocks that follow each other."""
-    run: pb.KvBlocksStored | None = None
-    last: int | None = None
-    for block in blocks:
-        if run is None or block.parent != last:
-            if run is not None:
-                yield run
-            run = pb.KvBlocksStored(parent_block_hash=block.parent)
-        run.blocks.add(block_hash=block.name, token_ids=block.token_ids, block_size=len(block.token_ids))
-        last = block.name
-    if run is not None:
-        yield run

@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TypeVar
 
+from tgis.router.engine.handle import CallName
+
 T = TypeVar("T")
 
 
@@ -12,56 +14,50 @@ class AbortedError(Exception):
     """Raised at the end of an aborted call's responses."""
 
 
+class _Call:
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a call runs in a task"
+        self.task = task
+        self.is_aborted = self.is_sending = False
+
+    def abort(self) -> None:
+        """End the call when it next waits for a response. A call that is cancelled while it sends one would
+        get no status."""
+        self.is_aborted = True
+        if not self.is_sending:
+            self.task.cancel()
+
+
 class LiveCalls:
     def __init__(self) -> None:
-        self._tasks: dict[tuple[str, str], set[asyncio.Task[None]]] = {}
-        self._aborted: set[asyncio.Task[None]] = set()
+        self._calls: dict[CallName, set[_Call]] = {}
 
-    async def run(
-        self, tenant: str, request_id: str, responses: AsyncGenerator[T, None]
-    ) -> AsyncGenerator[T, None]:
-        """Yield a call's responses until an abort ends them, which raises AbortedError.
-
-        Several calls may have the same id, and an abort ends all of them. Another task makes the responses,
-        because a call whose own task is cancelled gets no status."""
-        queue: asyncio.Queue[T | Exception | None] = asyncio.Queue()
-        task = asyncio.create_task(_make(responses, queue))
-        key = (tenant, request_id)
-        self._tasks.setdefault(key, set()).add(task)
+    async def run(self, name: CallName, responses: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+        """Yield a call's responses until an abort ends them, which raises AbortedError. Several calls may
+        have the same name, and an abort ends all of them."""
+        call = _Call()
+        self._calls.setdefault(name, set()).add(call)
         try:
-            while (item := await queue.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-                queue.task_done()
-            if task in self._aborted:
-                raise AbortedError
+            async with aclosing(responses):
+                async for response in responses:
+                    call.is_sending = True
+                    yield response
+                    call.is_sending = False
+                    if call.is_aborted:
+                        raise AbortedError
+        except asyncio.CancelledError:
+            if call.is_aborted and not call.is_sending and not call.task.uncancel():
+                raise AbortedError from None
+            raise  # the client has cancelled the call
         finally:
-            self._aborted.discard(task)
-            self._tasks[key].discard(task)
-            if not self._tasks[key]:
-                del self._tasks[key]
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            self._calls[name].discard(call)
+            if not self._calls[name]:
+                del self._calls[name]
 
-    def abort(self, tenant: str, request_id: str) -> bool:
-        """Abort a tenant's calls with this id. Return False if there is none."""
-        tasks = self._tasks.get((tenant, request_id), set()) - self._aborted
-        for task in tasks:
-            self._aborted.add(task)
-            task.cancel()
-        return bool(tasks)
-
-
-async def _make(responses: AsyncGenerator[T, None], queue: asyncio.Queue[T | Exception | None]) -> None:
-    """Put the responses and then None or an error into the queue. The next response is made once the last one
-    is sent, so that further tokens are joined while a client is slow."""
-    try:
-        async with aclosing(responses):
-            async for response in responses:
-                queue.put_nowait(response)
-                await queue.join()
-    except Exception as error:
-        queue.put_nowait(error)
-    finally:
-        queue.put_nowait(None)
+    def abort(self, name: CallName) -> bool:
+        """Abort the calls with a name. Return False if there is none."""
+        calls = [call for call in self._calls.get(name, ()) if not call.is_aborted]
+        for call in calls:
+            call.abort()
+        return bool(calls)

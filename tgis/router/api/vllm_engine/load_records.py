@@ -21,8 +21,11 @@ def scheduler_load(load: EngineLoad, parts: ServiceParts) -> pb.SchedulerLoad:
         num_used_tokens=round(load.cache_usage * capacity),
         max_total_num_tokens=capacity,
         token_usage=load.cache_usage,
+        gen_throughput=load.throughput,
+        cache_hit_rate=load.hit_rate,
         utilization=load.cache_usage,
         max_running_requests=parts.config.max_batch_size,
+        num_waiting_uncached_tokens=load.num_uncached_tokens,
     )
 
 
@@ -67,8 +70,11 @@ class LoadRecords:
         return common_pb2.EngineLoad(
             running_requests=load.num_running,
             waiting_requests=load.num_waiting,
+            waiting_uncached_tokens=load.num_uncached_tokens,
             token_usage=load.cache_usage,
             active_token_usage=load.cache_usage,
+            gen_throughput=load.throughput,
+            cache_hit_rate=load.hit_rate,
             max_running_requests=described.max_running_requests,
             num_used_tokens=described.num_used_tokens,
             max_total_num_tokens=described.max_total_num_tokens,

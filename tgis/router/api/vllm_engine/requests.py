@@ -6,10 +6,11 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from tgis.router.api.grpc.call_status import Context
 from tgis.router.api.grpc.described_fields import describe_fields
+from tgis.router.api.grpc.priority_metadata import ALLOWED_PRIORITY, PRIORITY, PRIORITY_KEY
 from tgis.router.api.tenants import tenant_of
 from tgis.router.api.vllm_engine.rules import VLLM_ENGINE
 from tgis.router.grammar.compiler import JSON, Guided
-from tgis.router.requests.call import GenerationCall
+from tgis.router.requests.call import GenerationCall, Metadata
 from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
 
 NAMES = {
@@ -21,6 +22,7 @@ NAMES = {
     "format": "json_object",
 }
 """This API's names of parameters by the service's names, where they differ."""
+BAD_PRIORITY = f"{PRIORITY_KEY}: must be {ALLOWED_PRIORITY}"
 
 
 class LogprobCounts(NamedTuple):
@@ -41,19 +43,31 @@ def read_logprob_counts(sampling: pb.SamplingParams) -> LogprobCounts:
 def read_call(request: pb.GenerateRequest, context: Context) -> GenerationCall:
     are_ids = request.WhichOneof("input") == "tokenized"
     text = " ".join(map(str, request.tokenized.input_ids)) if are_ids else request.text
+    metadata = context.invocation_metadata() or ()
+    priority = _read_priority(metadata)
     return GenerationCall(
         "Generate",
         "stream" if request.stream else "single",
         [text],
-        _read_parameters(request.sampling_params),
+        _read_parameters(request.sampling_params, priority or 0),
         lambda: ", ".join(describe_fields(request.sampling_params)),
-        context.invocation_metadata() or (),
+        metadata,
         context.peer(),
-        refusal=_find_refusal(request),
+        refusal=_find_refusal(request) if priority is not None else BAD_PRIORITY,
         inputs_are_ids=are_ids,
+        client_id=request.request_id,
         tenant=tenant_of(context),
         api=VLLM_ENGINE,
     )
+
+
+def _read_priority(metadata: Metadata) -> int | None:
+    """Return the priority in a call's metadata, or None if it is invalid."""
+    given = [value for key, value in metadata if key == PRIORITY_KEY]
+    if not given:
+        return 0
+    is_valid = len(given) == 1 and isinstance(given[0], str) and PRIORITY.fullmatch(given[0])
+    return int(given[0]) if is_valid else None
 
 
 def _find_refusal(request: pb.GenerateRequest) -> str:
@@ -75,7 +89,7 @@ def _find_refusal(request: pb.GenerateRequest) -> str:
     return ""
 
 
-def _read_parameters(sampling: pb.SamplingParams) -> Parameters:
+def _read_parameters(sampling: pb.SamplingParams, priority: int) -> Parameters:
     counts = read_logprob_counts(sampling)
     set_fields = {
         "sample": True,
@@ -95,6 +109,7 @@ def _read_parameters(sampling: pb.SamplingParams) -> Parameters:
         "input_tokens": counts.prompt is not None,
         "token_logprobs": counts != (None, None),
         "top_n_tokens": max(counts.output or 0, counts.prompt or 0),
+        "priority": priority,
         "raw_details": True,
     }
     return Parameters(**same_named(sampling) | set_fields)

@@ -27,15 +27,18 @@ class GenerateWriter:
     def chunk(self, index: int, spec: SequenceSpec, event: InputTokens | Output) -> pb.GenerateResponse:
         """Return the message for new tokens of the text with this index. Counts of tokens are those of this
         message, and the number of cached tokens is known only at the end."""
-        chunk = pb.GenerateStreamChunk(prompt_tokens=len(spec.input_ids), index=index)
+        response = pb.GenerateResponse()
+        chunk = response.chunk
+        chunk.prompt_tokens = len(spec.input_ids)
+        chunk.index = index
         if isinstance(event, InputTokens):
             chunk.input_logprobs.CopyFrom(self._input_logprobs(event.tokens))
-            return pb.GenerateResponse(chunk=chunk)
+            return response
         chunk.token_ids.extend([token.token_id for token in event.tokens])
         chunk.completion_tokens = len(event.tokens)
         if self._counts.output is not None:
             chunk.output_logprobs.CopyFrom(self._output_logprobs(event.tokens))
-        return pb.GenerateResponse(chunk=chunk)
+        return response
 
     def complete(self, index: int, result: Result) -> pb.GenerateResponse:
         """Return the last message of a text, with all its tokens."""

@@ -10,5 +10,6 @@ VLLM_ENGINE = ApiRules(
     max_new_tokens=None,
     max_top_n_tokens=20,
     max_stop_sequences=16,
+    returns_texts=False,
     rpc_service="vllm.grpc.engine.VllmEngine",
 )

@@ -20,7 +20,7 @@ from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.merged_streams import merge
 from tgis.router.api.renamed_parameters import renamed_text
 from tgis.router.api.service import Result
-from tgis.router.api.tenants import tenant_of
+from tgis.router.api.tenants import is_operator, tenant_of
 from tgis.router.api.vllm_engine.cache_feed import CacheFeeds
 from tgis.router.api.vllm_engine.calls import AbortedError, LiveCalls
 from tgis.router.api.vllm_engine.load_records import LoadRecords, scheduler_load
@@ -28,6 +28,7 @@ from tgis.router.api.vllm_engine.model_facts import find_model, read_model_info
 from tgis.router.api.vllm_engine.requests import NAMES, read_call, read_logprob_counts
 from tgis.router.api.vllm_engine.responses import GenerateWriter
 from tgis.router.api.vllm_engine.tokenizer_files import TokenizerFiles, split
+from tgis.router.engine.handle import CallName
 from tgis.router.errors import RequestError
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall
@@ -43,6 +44,7 @@ class VllmEngineServicer(Servicer):
         """Create the servicer. Raises StartupError."""
         self._parts, self._service = parts, parts.service
         self._calls, self._feeds = LiveCalls(), CacheFeeds(self._service.watch_cache)
+        self._service.watch_aborts(self._calls.abort)
         self._default_sampling = read_default_sampling(parts.config)
         self._started_at = time.monotonic()
         self._last_call_at = 0.0
@@ -60,12 +62,13 @@ class VllmEngineServicer(Servicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> Responses:
         self._last_call_at = time.time()
         call = read_call(request, context)
+        name = CallName(call.tenant, call.client_id)
         writer = GenerateWriter(request, read_logprob_counts(request.sampling_params))
         results: list[Result] = []
         responses = self._stream(call, writer, results) if request.stream else self._whole(call, writer)
         try:
             with _own_names():
-                async with aclosing(self._calls.run(call.tenant, request.request_id, responses)) as sent:
+                async with aclosing(self._calls.run(name, responses)) as sent:
                     async for response in sent:
                         yield response
         except AbortedError:
@@ -94,8 +97,9 @@ class VllmEngineServicer(Servicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         tenant = tenant_of(context)
-        aborted = [self._calls.abort(tenant, request_id) for request_id in request.request_ids]
-        if aborted and not any(aborted):
+        names = [CallName(tenant, request_id) for request_id in request.request_ids]
+        aborted = [self._calls.abort(name) or await self._service.abort_elsewhere(name) for name in names]
+        if names and not any(aborted):
             await context.abort(grpc.StatusCode.NOT_FOUND, "request_ids: no such request is generating")
         return pb.AbortResponse()
 
@@ -137,8 +141,11 @@ class VllmEngineServicer(Servicer):
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         records = LoadRecords(self._parts)
-        with self._feeds.subscribe(tenant_of(context), request.start_sequence_number) as subscription:
-            while True:
+        tenant = None if is_operator() else tenant_of(context)
+        feed = self._feeds.subscribe(tenant, request.start_sequence_number)
+        # Gateways that subscribe also ask for the health. The stream ends with a drain, which it would delay.
+        with self._parts.watching() as draining, feed as subscription:
+            while not draining.is_set():
                 batch = await subscription.next(records.interval_s)
                 if batch is not None:
                     records.follow(batch)

@@ -183,6 +183,7 @@ INTERPRETED_SIZES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", INTERPRETED_SIZES)
 def test_kernels_pass_at_other_sizes(sizes: KernelSizes) -> None:
     assert check(CPU, [torch.bfloat16], interpreted(), [sizes]) == {}

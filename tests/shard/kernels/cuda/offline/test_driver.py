@@ -30,6 +30,7 @@ def _multiply(m: int, n: int, k: int, **options: int) -> None:
     MULTIPLY[1,](_empty(m, k), _empty(k, n), _empty(m, n, dtype=torch.float32), m, n, k, **options)
 
 
+@pytest.mark.slow
 def test_variants_are_those_of_a_launch() -> None:
     x = _empty(4096)
     with compile_only(90) as kernels:

@@ -46,7 +46,9 @@ def test_costs_of_a_model_equal_the_table() -> None:
     _compare(*QUICK)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(name, marks=pytest.mark.slow if name == "sample" else ()) for name in KERNELS]
+)
 def test_steps_of_all_sizes_launch_the_same(kernel: str) -> None:
     """A step never waits for the compilation of a kernel for its numbers of tokens and sequences."""
     with compile_only(90) as kernels:

@@ -26,7 +26,7 @@ from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.api.http.json_bodies import BodyReader
 from tgis.router.api.http.json_structure import BodyLimits
 from tgis.router.api.http.serving.origins import OriginRules
-from tgis.router.api.tenants import shown_name
+from tgis.router.api.tenants import TokenHolder, gateway_name, shown_name
 from tgis.router.errors import UnavailableError
 from tgis.router.metrics.metric_types import Counter
 
@@ -49,13 +49,20 @@ class ApiGate:
     drain."""
 
     def __init__(
-        self, apis: Sequence[HttpApi], config: RouterConfig, failures: Counter, memory: MemoryRelease
+        self,
+        apis: Sequence[HttpApi],
+        config: RouterConfig,
+        failures: Counter,
+        memory: MemoryRelease,
+        tokens: BearerTokens | None = None,
     ) -> None:
+        """Without `tokens`, calls need none."""
         self.phase = Phase.STARTING
         self.apis = apis
         self._failures = failures
         self._memory = memory
-        self._tokens = BearerTokens(config.auth_tokens_path) if config.auth_tokens_path else None
+        self._tokens = tokens
+        self._trusted_header = config.trust_metadata
         self._origins = OriginRules(config)
         self._bodies = BodyReader(config.max_message_bytes, _body_limits(config))
         self._tasks: set[asyncio.Task[object]] = set()
@@ -108,11 +115,11 @@ class ApiGate:
 
     def _tenant(self, request: Request) -> str:
         """Return the name of the request's tenant, empty if it has none. Raises HttpError."""
-        tenant: str | None = ""
+        holder: TokenHolder | None = TokenHolder()
         if self._tokens is not None:
             given = request.headers.getlist("authorization")
-            tenant = self._tokens.tenant_of_header(given[0]) if len(given) == 1 else None
-        if tenant is None:
+            holder = self._tokens.holder_of_header(given[0]) if len(given) == 1 else None
+        if holder is None:
             self._failures.add("unauthenticated")
             path = request.scope["raw_path"][:MAX_PATH_CHARS].decode("latin-1")
             logger.warning(
@@ -121,6 +128,9 @@ class ApiGate:
             error = HttpError(401, REFUSAL)
             error.is_logged = True
             raise error
+        tenant = holder.tenant
+        if self._trusted_header is not None:
+            tenant = gateway_name(request.headers.getlist(self._trusted_header)) or tenant
         return tenant or shown_name(request.state.certificate_name.encode("latin-1", "replace"))
 
     async def _find(self, request: Request) -> Route:

@@ -13,6 +13,7 @@ from tgis.net.http_server import serve_http, serve_listener
 from tgis.net.ports import reserve
 from tgis.net.tls import Certificates
 from tgis.process.memory_release import MemoryRelease
+from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
 from tgis.router.api.http.serving.app import ApiGate, Phase, absent_api_routes, api_route, starlette_of
@@ -39,15 +40,16 @@ class HttpPorts:
         render: Render,
         memory: MemoryRelease,
         reports: LoadReports,
+        tokens: BearerTokens | None,
     ) -> None:
         """Build the ASGI applications. `apis` includes APIs that are not served. `render` returns the text of
-        a scrape. Raises StartupError."""
+        a scrape. Without `tokens`, calls need none."""
         self._config = config
         self._certificates = certificates
         self._served = [api for api in apis if api.is_served]
         self._gate: ApiGate | None = None
         if self._served:
-            self._gate = ApiGate(self._served, config, metrics.request_failure, memory)
+            self._gate = ApiGate(self._served, config, metrics.request_failure, memory, tokens)
             self._api = LoadHeader(AnswerAccounts(self._gate, self._served, metrics), reports)
         self._fresh = _fresh_limits(config) if self._gate else PROBE_LIMITS
         self._probes = [*(route for api in self._served for route in api.probes)]

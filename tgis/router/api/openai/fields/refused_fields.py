@@ -27,7 +27,6 @@ REFUSED = {
     "web_search_options": RefusedField("Nothing is fetched."),
     "kv_transfer_params": RefusedField("Caches are not moved between servers."),
     "vllm_xargs": RefusedField("They are another server's."),
-    "priority": RefusedField("All requests are equal.", (0,)),
     "store": RefusedField("Answers are not stored."),
     "verbosity": RefusedField("The model decides.", ("medium",)),
     "skip_special_tokens": RefusedField("The operator decides if special tokens are shown.", (True,)),

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
+from tgis.config.serving import MIN_PRIORITY
 from tgis.router.api.http.call_context import media_type, read_body
 from tgis.router.api.http.default_sampling import DefaultFields
 from tgis.router.api.http.json_bodies import decode_body
@@ -13,6 +14,7 @@ from tgis.router.api.http.serving.origins import is_of_page
 from tgis.router.api.http.shared_fields import MAX_COUNT
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.errors import RequestError
+from tgis.router.requests.parameters import MAX_PRIORITY
 
 FORM = "application/x-www-form-urlencoded"  # default of curl and others for any body
 NO_JSON_TYPE = "the content type must be application/json"
@@ -20,6 +22,7 @@ MAX_TOP_LOGPROBS = 20
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 TokenId = Annotated[int, Meta(ge=0, le=999_999_999)]
+Priority = Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 T = TypeVar("T")
@@ -48,6 +51,7 @@ class SamplingFields(DefaultFields, kw_only=True):
     add_special_tokens: bool | None = None
     prompt_logprobs: TopLogprobs | None = None
     cache_salt: str | None = None
+    priority: Priority | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
@@ -68,7 +72,6 @@ class SamplingFields(DefaultFields, kw_only=True):
     kv_transfer_params: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
-    priority: Any = None
     skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
     structural_tag: Any = None

@@ -11,6 +11,7 @@ from tgis.router.api.vllm.options.values import (
     to_adapters,
     to_drafts,
     to_engine,
+    to_floor,
     to_graphs,
     to_length,
     to_level,
@@ -29,6 +30,7 @@ NO_CODE = "this service does not run code given by an option: leave it out"
 NO_SCALING = "position scaling is read from the model's config.json: change it there"
 NO_TRANSFER = "caches are not transferred between servers: leave it out"
 SHARED = "equal prefixes are always shared, except between different values of `cache_salt`"
+POLICIES = "fcfs: 0, so that requests can only be served later; priority: the lowest value"
 ONE_GROUP = "a service is one group of shards: run several behind a load balancer"
 ONLY_TEXT = "inputs are text"
 ONLY_TEXT_REFUSED = "the service only generates text: leave it out"
@@ -191,7 +193,7 @@ WITHOUT_EFFECT = (
     _only("load_format", "auto|safetensors|hf|bitsandbytes|gguf", "convert the model to safetensors"),
     _only("config_format", "auto|hf", "use a model in Hugging Face's format"),
     _only("tokenizer_mode", "auto|hf|slow", OWN_TOKENIZER),
-    _only("scheduling_policy", "fcfs", "requests are served in the order of their arrival"),
+    _means("scheduling_policy", "priority_floor", POLICIES, convert=to_floor),
     _only("pipeline_parallel_size", "1", "layers are split over shards: use --num-shard", "-pp"),
     _only("data_parallel_size", "1", ONE_GROUP, "-dp"),
     _only("decode_context_parallel_size", "1", "use --num-shard", "-dcp"),
@@ -264,7 +266,8 @@ REFUSED = (
         "additional_config",
         "model_loader_extra_config",
     ),
-    *_refused(NO_TRANSFER, "kv_transfer_config", "kv_events_config", "ec_transfer_config"),
+    *_refused(NO_TRANSFER, "kv_transfer_config", "ec_transfer_config"),
+    *_refused("use --kv-events-endpoint", "kv_events_config"),
     *_refused(
         ONE_GROUP,
         "data_parallel_rank",

