@@ -21,7 +21,7 @@ from tgis.router.sequence import CacheSalt, Stopping
 zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
 
 from tgis.router.engine import kv_events  # noqa: E402 (it imports zmq)
-from tgis.router.engine.kv_events import END, EventLog, KvEvents  # noqa: E402
+from tgis.router.engine.kv_events import END, MAX_RECEIVED_BYTES, EventLog, KvEvents  # noqa: E402
 
 TIMEOUT_MS = 5000
 
@@ -103,7 +103,7 @@ def test_indexers_know_the_blocks_whenever_they_begin(seed: int, monkeypatch: py
             late.take(*message.frames)
         assert late.has(known)
         assert not known or late.number == early.number
-    assert log.replay(early.number + 1) == []
+    assert list(log.replay(early.number + 1)) == []
     [last] = log.replay(early.number)
     assert last.number == early.number
 
@@ -167,3 +167,23 @@ async def test_an_address_that_cannot_be_opened_is_refused() -> None:
     with pytest.raises(StartupError, match=rf"^kv_events_replay_endpoint: {address} cannot be opened: "):
         KvEvents(address.replace("127.0.0.1", "127.0.0.2"), address, "")
     first.close()
+
+
+async def test_any_number_of_replay_requests_leaves_time_for_the_engine() -> None:
+    """The client reads no answer. Without a limit, its requests would occupy one turn of the event loop."""
+    port = free_ports()
+    address, replay = (f"tcp://127.0.0.1:{port + offset}" for offset in range(2))
+    publisher = KvEvents(address, replay, "")
+    for name in range(1, 300):
+        publisher._publish(CacheChanges(False, (StoredBlock(name, None, (name, name), ""),), ()))
+    with client(zmq.DEALER, replay) as requester:
+        for _ in range(1000):
+            requester.send_multipart([b"", bytes(8)])
+        requester.send_multipart([b"", bytes(MAX_RECEIVED_BYTES + 1)])  # it ends the connection
+        await asyncio.to_thread(requester.poll, TIMEOUT_MS)
+        turns = 0
+        while publisher._pause is not None:
+            turns += 1
+            await asyncio.sleep(0.001)
+        assert turns > 20
+    publisher.close()

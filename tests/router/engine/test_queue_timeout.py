@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from tests.support.http_exchange import exchange
@@ -67,6 +68,18 @@ async def test_a_sibling_of_a_running_sequence_is_not_refused(tmp_path: Path) ->
     async with open_scene(tmp_path, False, max_queue_time=LIMIT_S) as scene:
         scene.shard.step_s = 3 * LIMIT_S
         _, ids = await begin(scene, 1, count=2)
+        lasts = await asyncio.gather(*(last_of(scene, each) for each in ids))
+        assert all(isinstance(last, Ended) for last in lasts)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_the_other_requests_of_a_started_call_are_not_refused(is_split: bool, tmp_path: Path) -> None:
+    """A call that fails in part fails as a whole, after it has used the shards."""
+    async with open_scene(tmp_path, is_split, **ONE_ROW) as scene:
+        scene.shard.step_s = LIMIT_S / 4
+        specs = [SequenceSpec((21, 22, number), Stopping(8, min_new_tokens=8)) for number in range(3)]
+        claim_id = await scene.handle.acquire(3)
+        ids = [scene.handle.open(claim_id, spec, None) for spec in specs]
         lasts = await asyncio.gather(*(last_of(scene, each) for each in ids))
         assert all(isinstance(last, Ended) for last in lasts)
 

@@ -24,7 +24,7 @@ from tgis.router.engine.handle import (
     TenantLimits,
     TextSink,
 )
-from tgis.router.engine.live_request import EventQueue, EventReceiver, LiveRequest, WakeUps
+from tgis.router.engine.live_request import CallStart, EventQueue, EventReceiver, LiveRequest, WakeUps
 from tgis.router.engine.tenant_limits import TenantLimiter, TenantUse
 from tgis.router.errors import OVERLOADED, OverloadedError
 from tgis.router.events import Event
@@ -72,6 +72,7 @@ class Claim:
     leasing: asyncio.Task[None] | None = None
     """Task that loads the claim's adapters for a router worker."""
     live: dict[SequenceId, LiveRequest] = field(default_factory=dict)
+    start: CallStart = field(default_factory=CallStart)
     siblings: defaultdict[Hashable, Siblings] = field(default_factory=lambda: defaultdict(Siblings))
     """Siblings by input tokens and cache salt."""
 
@@ -144,7 +145,7 @@ class Claims:
     ) -> LiveRequest:
         """Start a generation. It may deliver events before this method returns."""
         assert self._engine is not None, "nothing is opened before the engine has started"
-        live = LiveRequest(self._sequence(spec, claim), sink, events)
+        live = LiveRequest(self._sequence(spec, claim), sink, events, call_start=claim.start)
         if progress is not None:
             live.resume(progress)
         claim.live[sequence_id] = live

@@ -161,6 +161,7 @@ class Engine:
         times = live.times
         if times.started_at is None:  # Otherwise, it resumes after a preemption or a loss of the shards.
             times.started_at = time.monotonic()
+            live.call_start.is_done = True
             times.num_cached = live.sequence.num_computed_inputs
             self._metrics.request_queue_duration.observe(times.started_at - times.accepted_at)
             self._queue_timeout.forget(live)

@@ -21,6 +21,10 @@ from tgis.router.scheduling.cache_events import CacheChanges, CacheRecorder, Sto
 MAX_BLOCKS = 512  # stored blocks in one batch
 HISTORY = 1024  # batches that can be replayed
 MAX_QUEUED = 1024  # batches that wait for a slow subscriber, which loses further ones
+MAX_RECEIVED_BYTES = 4096  # one frame of a client, whose requests and subscriptions are short
+SLICE_S, PAUSE_S = 0.002, 0.008
+"""Time for answers to replay requests, and time until their next slice. They share the event loop with the
+engine, and clients may send any number of requests."""
 END = (-1).to_bytes(8, "big", signed=True)
 """Number of the last answer to a replay request."""
 
@@ -86,27 +90,26 @@ class EventLog:
             self._blocks.clear()
         self._blocks.update((block.name, block) for block in changes.stored)
         removed = [name for name in changes.removed if self._blocks.pop(name, None) is not None]
-        payloads = list(self._batches(changes.is_cleared, changes.stored, removed))
+        payloads = self._encode_parts(_parts(changes.stored), changes.is_cleared, removed)
         messages = [Message(self._number + index, payload) for index, payload in enumerate(payloads)]
         self._number += len(messages)
         self._history += messages
         return messages
 
-    def replay(self, start: int) -> list[Message]:
-        """Return the messages from a number on. If some are not kept any more, return all blocks under the
-        numbers before the next one."""
+    def replay(self, start: int) -> Iterator[Message]:
+        """Return the messages from a number on. If some are not kept any more, return all present blocks
+        under the numbers before the next one, and encode each message when it is read."""
         if not self._history or start >= self._history[0].number:
-            return [message for message in self._history if message.number >= start]
-        payloads = list(self._batches(True, list(self._blocks.values()), []))
-        first = self._number - len(payloads)
-        return [Message(first + index, payload) for index, payload in enumerate(payloads)]
+            return iter([message for message in self._history if message.number >= start])
+        parts = _parts(tuple(self._blocks.values()))
+        payloads = self._encode_parts(parts, is_cleared=True)
+        return map(Message, range(self._number - len(parts), self._number), payloads)
 
-    def _batches(
-        self, is_cleared: bool, stored: Sequence[StoredBlock], removed: list[int]
+    def _encode_parts(
+        self, parts: list[Sequence[StoredBlock]], is_cleared: bool, removed: Sequence[int] = ()
     ) -> Iterator[bytes]:
         clearing: list[Event] = [AllBlocksCleared()] if is_cleared else []
         removals: list[Event] = [BlockRemoved(list(map(self._hash, removed)), None)] if removed else []
-        parts = [stored[start : start + MAX_BLOCKS] for start in range(0, len(stored), MAX_BLOCKS)] or [()]
         for index, part in enumerate(parts):
             events = clearing if index == 0 else []
             events = events + [self._stored(run) for run in _runs(part)]
@@ -140,6 +143,9 @@ class KvEvents:
         self._context = zmq.Context(io_threads=1)
         self._recorder: CacheRecorder | None = None
         self._replay: zmq.Socket[bytes] | None = None
+        self._answers: Iterator[tuple[bytes, ...]] = iter(())
+        """Messages that are still to be sent for the current replay request."""
+        self._pause: asyncio.TimerHandle | None = None
         try:
             self._events = self._bind("kv_events_endpoint", zmq.PUB, endpoint, MAX_QUEUED)
             if replay_endpoint is not None:
@@ -161,12 +167,15 @@ class KvEvents:
             self._recorder.discard(self._publish)
         if self._replay is not None:
             asyncio.get_running_loop().remove_reader(self._replay.fileno())
+        if self._pause is not None:
+            self._pause.cancel()
         self._context.destroy(linger=0)
 
     def _bind(self, option: str, kind: int, endpoint: str, max_queued: int) -> "zmq.Socket[bytes]":
         created = self._context.socket(kind)
         created.setsockopt(zmq.SNDHWM, max_queued)
         created.setsockopt(zmq.IPV6, 1)
+        created.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
         try:
             created.bind(endpoint)
         except zmq.ZMQError as error:
@@ -178,14 +187,37 @@ class KvEvents:
             self._events.send_multipart((self._topic, *message.frames), zmq.NOBLOCK)
 
     def _answer(self) -> None:
-        """Answer all replay requests. The descriptor reports only that the socket's state has changed."""
+        """Answer replay requests until there are none or a slice has ended. The descriptor reports only that
+        the socket's state has changed."""
         assert self._replay is not None
-        while self._replay.poll(0):
-            match self._replay.recv_multipart(zmq.NOBLOCK):
-                case [client, delimiter, start] if len(start) == 8:
-                    answers = [message.frames for message in self._log.replay(int.from_bytes(start, "big"))]
-                    for frames in [*answers, (END, b"")]:
-                        self._replay.send_multipart((client, delimiter, *frames), zmq.NOBLOCK)
+        if self._pause is not None:
+            return
+        end = time.monotonic() + SLICE_S
+        while time.monotonic() < end:
+            if (frames := next(self._answers, None)) is not None:
+                self._replay.send_multipart(frames, zmq.NOBLOCK)
+            elif self._replay.poll(0):
+                self._answers = self._answers_to(self._replay.recv_multipart(zmq.NOBLOCK))
+            else:
+                return
+        self._pause = asyncio.get_running_loop().call_later(PAUSE_S, self._continue)
+
+    def _continue(self) -> None:
+        self._pause = None
+        self._answer()
+
+    def _answers_to(self, request: list[bytes]) -> Iterator[tuple[bytes, ...]]:
+        match request:
+            case [client, delimiter, start] if len(start) == 8:
+                messages = self._log.replay(int.from_bytes(start, "big"))
+                frames = chain((message.frames for message in messages), [(END, b"")])
+                return ((client, delimiter, *each) for each in frames)
+        return iter(())
+
+
+def _parts(blocks: Sequence[StoredBlock]) -> list[Sequence[StoredBlock]]:
+    """Return the blocks of each batch, at least one batch."""
+    return [blocks[start : start + MAX_BLOCKS] for start in range(0, max(len(blocks), 1), MAX_BLOCKS)]
 
 
 def _runs(blocks: Iterable[StoredBlock]) -> Iterator[list[StoredBlock]]:

@@ -96,6 +96,13 @@ class EventQueue:
         return events
 
 
+@dataclass(slots=True)
+class CallStart:
+    """Whether the shards have begun any request of a call."""
+
+    is_done: bool = False
+
+
 @dataclass(eq=False)
 class LiveRequest:
     sequence: Sequence
@@ -104,6 +111,7 @@ class LiveRequest:
     events: EventReceiver
     inputs: list[TokenDetail] = field(default_factory=list)
     times: RequestTimes = field(default_factory=RequestTimes)
+    call_start: CallStart = field(default_factory=CallStart)
     awaits_first: bool = True
     """True until the first token, and after a loss of the shards until the next token."""
     expiry: asyncio.TimerHandle | None = None
@@ -139,3 +147,5 @@ class LiveRequest:
         """Restore the progress from another engine process, before the engine opens the request."""
         self.sequence.resume(progress.generated, progress.has_inputs)
         self.times = progress.times
+        if self.times.started_at is not None:
+            self.call_start.is_done = True

@@ -1,4 +1,5 @@
-"""Refuses requests that wait too long for their first step."""
+"""Refuses requests that wait too long for their first step. A call is refused only as a whole, so its other
+requests may wait longer once one has started."""
 
 import asyncio
 import time
@@ -17,23 +18,19 @@ class QueueTimeout:
         self._on_late = on_late
 
     def watch(self, live: LiveRequest) -> None:
-        """Set the timer of an accepted request, unless it started in an earlier engine process."""
-        if self._limit_s is not None and live.times.started_at is None:
-            self._watch_until(live, live.times.accepted_at + self._limit_s, self._limit_s)
+        """Set the timer of an accepted request, unless its call started, possibly in an earlier engine
+        process."""
+        if self._limit_s is not None and not live.call_start.is_done:
+            delay_s = max(live.times.accepted_at + self._limit_s - time.monotonic(), 0.0)
+            loop = asyncio.get_running_loop()
+            live.queue_timer = loop.call_later(delay_s, self._check, live, self._limit_s)
 
     def forget(self, live: LiveRequest) -> None:
         if live.queue_timer is not None:
             live.queue_timer.cancel()
             live.queue_timer = None
 
-    def _watch_until(self, live: LiveRequest, due_at: float, limit_s: float) -> None:
-        delay_s = max(due_at - time.monotonic(), 0.0)
-        live.queue_timer = asyncio.get_running_loop().call_later(delay_s, self._check, live, limit_s)
-
     def _check(self, live: LiveRequest, limit_s: float) -> None:
         live.queue_timer = None
-        if live.sequence.siblings.newest is not None:
-            # The call has started: the sequence only waits for the blocks that its sibling computes.
-            self._watch_until(live, time.monotonic() + limit_s, limit_s)
-        else:
+        if not live.call_start.is_done:
             self._on_late(live, TimedOut(limit_s, is_first=True, is_queued=True))

@@ -6,9 +6,19 @@ from collections.abc import Iterable
 import pytest
 from smg_grpc_proto.generated import common_pb2 as pb
 
-from tgis.router.api.vllm_engine.cache_feed import HISTORY, MAX_BLOCKS, MAX_WAITING, CacheFeed, Subscription
+from tgis.router.api.vllm_engine.cache_feed import (
+    HISTORY,
+    MAX_BLOCKS,
+    MAX_WAITING,
+    CacheFeed,
+    CacheFeeds,
+    Subscription,
+)
 from tgis.router.errors import RequestError, SlowClientError
-from tgis.router.scheduling.cache_events import CacheChanges, StoredBlock
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.cache_events import CacheChanges, CacheListener, CacheRecorder, StoredBlock
+from tgis.router.scheduling.prefix_cache import decoder_root
+from tgis.router.sequence import CacheSalt, Sequence, Stopping
 
 Blocks = dict[int, tuple[int | None, tuple[int, ...]]]
 """Parent and tokens of blocks by their names."""
@@ -104,3 +114,40 @@ async def test_a_subscriber_that_does_not_read_is_cut_off() -> None:
         await read(quick)
     with pytest.raises(SlowClientError):
         await slow.next(0)
+
+
+async def test_a_subscriber_may_read_what_came_before_it_slowly() -> None:
+    """It is cut off because of later batches only."""
+    feed = CacheFeed("")
+    [first] = await read(feed.subscribe(0))
+    for name in range(1, HISTORY + 1):
+        feed.apply(CacheChanges(False, stored(name, 1), ()))
+    subscription = feed.subscribe(first.sequence_number + 1)
+    feed.apply(CacheChanges(False, stored(HISTORY + 1, 1), ()))
+    assert len(await read(subscription)) == HISTORY + 1
+
+
+async def test_a_new_tenants_subscriber_costs_the_others_nothing() -> None:
+    pool = BlockPool(8, 2)
+    recorder = CacheRecorder(lambda: pool)
+    listeners: list[CacheListener] = []
+
+    def watch(listener: CacheListener | None) -> None:
+        while listeners:
+            recorder.discard(listeners.pop())
+        if listener is not None:
+            listeners.append(listener)
+            recorder.add(listener)
+
+    feeds = CacheFeeds(watch)
+    for block, tenant in enumerate(("a", "b")):
+        root = decoder_root(Sequence([1, 2], Stopping(1), cache_salt=CacheSalt(tenant)))
+        pool.publish(root, (block, block), block)
+    with feeds.subscribe("a", 0) as early:
+        assert len(await read(early)) == 1
+        for tenant, names in (("b", {2}), (None, {1, 2})):
+            with feeds.subscribe(tenant, 0) as late:
+                apply(blocks := {}, await read(late))
+                assert set(blocks) == names
+        assert await read(early) == []
+    assert not listeners

@@ -125,6 +125,7 @@ def test_texts_are_built_for_stop_strings_only(served: EngineApi) -> None:
         ({"temperature": 1.0, "top_p": 1.5}, "top_p must be > 0.0 and <= 1.0"),
         ({"n": 10**6}, "n must be >= 1 and <= 128"),
         ({"logprobs": -1}, "logprobs must be >= 0"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be >= -1"),
         ({"logprobs": 21}, "logprobs (21) must be <= 20"),
         ({"min_tokens": 10}, "min_tokens must be <= max_tokens"),
         ({"structural_tag": "{}"}, "structural_tag: structural tags are not supported"),

@@ -104,6 +104,20 @@ def _aborts(served: EngineApi, message: pb.AbortRequest) -> bool:
     return True
 
 
+def test_calls_without_an_id_are_not_aborted(served: EngineApi) -> None:
+    sampling = pb.SamplingParams(ignore_eos=True, max_tokens=150)
+    stream = served.stub.Generate(pb.GenerateRequest(text=PROMPT, stream=True, sampling_params=sampling))
+    next(stream)
+    assert not _aborts(served, pb.AbortRequest(request_ids=["", ""]))
+    assert list(stream)[-1].complete.finish_reason == "length"
+
+
+def test_an_abort_of_too_many_requests_is_refused(served: EngineApi) -> None:
+    with pytest.raises(grpc.RpcError, match="request_ids: at most 1024 ids may be given") as refused:
+        served.stub.Abort(pb.AbortRequest(request_ids=["a"] * 1025))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_what_is_missing_is_unimplemented(served: EngineApi) -> None:
     for call, message in (
         (served.stub.Embed, pb.EmbedRequest()),

@@ -20,8 +20,11 @@ MAX_BLOCKS = 512  # stored blocks in one batch, so that clients accept its size
 class Subscription:
     """Batches of one subscriber that have not been sent yet."""
 
-    def __init__(self, batches: Iterable[pb.KvEventBatch]) -> None:
-        self._batches = deque(batches)
+    def __init__(self, first: Iterator[pb.KvEventBatch]) -> None:
+        """Take the batches before those that `put` adds. Each is made when it is sent, because a whole
+        snapshot would stop the event loop for long."""
+        self._first = first
+        self._batches: deque[pb.KvEventBatch] = deque()
         self._arrived = asyncio.Event()
         self._is_cut = False
 
@@ -35,6 +38,8 @@ class Subscription:
     async def next(self, timeout_s: float) -> pb.KvEventBatch | None:
         """Return the next batch, or None if there is none in time. Raises SlowClientError if batches were
         lost because the subscriber did not read them."""
+        if not self._is_cut and (batch := next(self._first, None)) is not None:
+            return batch
         if not self._batches and not self._is_cut:
             self._arrived.clear()
             try:
@@ -48,11 +53,11 @@ class Subscription:
 
 
 class CacheFeed:
-    def __init__(self, tenant: str | None) -> None:
-        """Create the feed of one tenant's blocks. None: the feed of all blocks, in which the tenants' names
-        are the salts of their blocks."""
+    def __init__(self, tenant: str | None, blocks: Iterable[StoredBlock] = ()) -> None:
+        """Create the feed of one tenant's blocks, of which `blocks` has the present ones. None: the feed of
+        all blocks, in which the tenants' names are the salts of their blocks."""
         self._tenant = tenant
-        self._blocks: dict[int, StoredBlock] = {}
+        self._blocks = {block.name: block for block in blocks if self._shows(block)}
         self._history: deque[pb.KvEventBatch] = deque(maxlen=HISTORY)
         # The numbers of a restarted router are larger, so that subscribers do not resume from old ones.
         self._sequence = time.time_ns() // 1000
@@ -67,10 +72,10 @@ class CacheFeed:
             raise RequestError(f"start_sequence_number must be <= {self._sequence + 1}")
         oldest = self._history[0].sequence_number if self._history else self._sequence + 1
         if oldest <= start:
-            batches = [batch for batch in self._history if batch.sequence_number >= start]
+            first = iter([batch for batch in self._history if batch.sequence_number >= start])
         else:
-            batches = self._snapshot()
-        subscription = Subscription(batches)
+            first = self._snapshot(tuple(self._blocks.values()), self._sequence)
+        subscription = Subscription(first)
         self.subscriptions.add(subscription)
         return subscription
 
@@ -78,10 +83,10 @@ class CacheFeed:
         """Send the visible changes to all subscribers."""
         if changes.is_cleared:
             self._blocks.clear()
-        stored = [block for block in changes.stored if self._tenant in (None, block.tenant)]
+        stored = [block for block in changes.stored if self._shows(block)]
         self._blocks.update((block.name, block) for block in stored)
         removed = [name for name in changes.removed if self._blocks.pop(name, None) is not None]
-        parts = self._list_events(stored, changes.is_cleared)
+        parts = list(self._list_events(stored, changes.is_cleared))
         if removed:
             parts[-1].append(pb.KvCacheEvent(removed=pb.KvBlocksRemoved(block_hashes=removed)))
         for events in filter(None, parts):
@@ -96,31 +101,31 @@ class CacheFeed:
         for subscription in self.subscriptions:
             subscription.put(batch)
 
-    def _snapshot(self) -> list[pb.KvEventBatch]:
-        """Return all blocks. The numbers of the batches end with the current one."""
-        num_blocks, parts = len(self._blocks), self._list_events(list(self._blocks.values()), is_cleared=True)
-        first, count = self._sequence - len(parts) + 1, len(parts)
-        return [
-            pb.KvEventBatch(
-                sequence_number=first + index,
+    def _shows(self, block: StoredBlock) -> bool:
+        return self._tenant in (None, block.tenant)
+
+    def _snapshot(self, blocks: Sequence[StoredBlock], last: int) -> Iterator[pb.KvEventBatch]:
+        """Yield batches of all blocks. Their numbers end with the current one."""
+        count = _count_parts(blocks)
+        for index, events in enumerate(self._list_events(blocks, is_cleared=True)):
+            yield pb.KvEventBatch(
+                sequence_number=last - count + 1 + index,
                 timestamp=time.time(),
                 events=events,
-                snapshot=pb.KvSnapshotChunk(index=index, count=count, blocks=num_blocks),
+                snapshot=pb.KvSnapshotChunk(index=index, count=count, blocks=len(blocks)),
             )
-            for index, events in enumerate(parts)
-        ]
 
-    def _list_events(self, stored: Sequence[StoredBlock], is_cleared: bool) -> list[list[pb.KvCacheEvent]]:
-        """Return the events of each batch for stored blocks, at least one batch. The first one clears all
+    def _list_events(
+        self, stored: Sequence[StoredBlock], is_cleared: bool
+    ) -> Iterator[list[pb.KvCacheEvent]]:
+        """Yield the events of each batch for stored blocks, at least one batch. The first one clears all
         earlier blocks if `is_cleared` is set."""
-        starts = range(0, max(len(stored), 1), MAX_BLOCKS)
-        parts = [
-            [pb.KvCacheEvent(stored=run) for run in self._runs(stored[start : start + MAX_BLOCKS])]
-            for start in starts
-        ]
-        if is_cleared:
-            parts[0].insert(0, pb.KvCacheEvent(cleared=pb.KvCacheCleared()))
-        return parts
+        for index in range(_count_parts(stored)):
+            part = stored[index * MAX_BLOCKS : (index + 1) * MAX_BLOCKS]
+            events = [pb.KvCacheEvent(stored=run) for run in self._runs(part)]
+            if is_cleared and index == 0:
+                events.insert(0, pb.KvCacheEvent(cleared=pb.KvCacheCleared()))
+            yield events
 
     def _runs(self, blocks: Iterable[StoredBlock]) -> Iterator[pb.KvBlocksStored]:
         """Yield the blocks in events of blocks that follow each other."""
@@ -138,6 +143,11 @@ class CacheFeed:
             yield run
 
 
+def _count_parts(blocks: Sequence[StoredBlock]) -> int:
+    """Return the number of batches for stored blocks."""
+    return max(-(-len(blocks) // MAX_BLOCKS), 1)
+
+
 class CacheFeeds:
     """Feeds of all tenants with subscribers, and the operators' feed."""
 
@@ -145,15 +155,18 @@ class CacheFeeds:
         """`watch` sets the listener to the engine's cache, or removes it."""
         self._watch = watch
         self._feeds: dict[str | None, CacheFeed] = {}
+        self._blocks: dict[int, StoredBlock] = {}
+        """Blocks of all tenants, so that a new feed costs the others nothing."""
 
     @contextmanager
     def subscribe(self, tenant: str | None, start: int) -> Iterator[Subscription]:
         """Add a subscriber to a tenant's blocks, or to all blocks, while the context is open. Raises
         RequestError."""
+        if not self._feeds:
+            self._watch(self._apply)
         feed = self._feeds.get(tenant)
         if feed is None:
-            feed = self._feeds[tenant] = CacheFeed(tenant)
-            self._watch(self._apply)  # reports all blocks again, which every feed takes
+            feed = self._feeds[tenant] = CacheFeed(tenant, self._blocks.values())
         try:
             subscription = feed.subscribe(start)
             try:
@@ -165,7 +178,13 @@ class CacheFeeds:
                 self._feeds.pop(tenant, None)
             if not self._feeds:
                 self._watch(None)
+                self._blocks.clear()
 
     def _apply(self, changes: CacheChanges) -> None:
+        if changes.is_cleared:
+            self._blocks.clear()
+        self._blocks.update((block.name, block) for block in changes.stored)
+        for name in changes.removed:
+            self._blocks.pop(name, None)
         for feed in self._feeds.values():
             feed.apply(changes)

@@ -83,9 +83,10 @@ def _find_refusal(request: pb.GenerateRequest) -> str:
         return "data_parallel_rank must be 0, because there is one engine"
     if sampling.HasField("structural_tag"):
         return "structural_tag: structural tags are not supported"
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(sampling, name) < 0:
-            return f"{name} must be >= 0"
+    # -1 means the length of the model, beyond which an input is refused.
+    for name, minimum in (("logprobs", 0), ("prompt_logprobs", 0), ("truncate_prompt_tokens", -1)):
+        if getattr(sampling, name) < minimum:
+            return f"{name} must be >= {minimum}"
     return ""
 
 
@@ -102,7 +103,6 @@ def _read_parameters(sampling: pb.SamplingParams, priority: int) -> Parameters:
         "stop_token_ids": tuple(sampling.stop_token_ids),
         "include_stop_sequence": sampling.include_stop_str_in_output,
         "logit_bias": tuple(sampling.logit_bias.items()),
-        # -1 means the length of the model, beyond which an input is refused.
         "truncate_input_tokens": max(sampling.truncate_prompt_tokens, 0),
         "guided": _read_guided(sampling),
         "generated_tokens": counts.output is not None,

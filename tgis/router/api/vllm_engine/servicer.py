@@ -33,6 +33,7 @@ from tgis.router.errors import RequestError
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall
 
+MAX_ABORTED = 1024  # ids in one Abort
 SERVER_TYPE = "vllm-grpc"  # gateways recognize the protocol by this name
 Responses = AsyncGenerator[pb.GenerateResponse, None]
 
@@ -65,7 +66,8 @@ class VllmEngineServicer(Servicer):
         name = CallName(call.tenant, call.client_id)
         writer = GenerateWriter(request, read_logprob_counts(request.sampling_params))
         results: list[Result] = []
-        responses = self._stream(call, writer, results) if request.stream else self._whole(call, writer)
+        generate = self._stream if request.stream else self._whole
+        responses = generate(call, writer, results)
         try:
             with _own_names():
                 async with aclosing(self._calls.run(name, responses)) as sent:
@@ -73,12 +75,14 @@ class VllmEngineServicer(Servicer):
                         yield response
         except AbortedError:
             for index in range(call.parameters.n):
-                result = results[index] if results else None
+                result = results[index] if index < len(results) else None
                 if result is None or not result.is_finished:
                     yield writer.aborted(index, result)
 
-    async def _whole(self, call: GenerationCall, writer: GenerateWriter) -> Responses:
+    async def _whole(self, call: GenerationCall, writer: GenerateWriter, results: list[Result]) -> Responses:
+        """Yield the message of each text, and add the results of the sent ones to `results`."""
         for index, result in enumerate(await self._service.generate(call)):
+            results.append(result)
             yield writer.complete(index, result)
 
     async def _stream(self, call: GenerationCall, writer: GenerateWriter, results: list[Result]) -> Responses:
@@ -97,9 +101,12 @@ class VllmEngineServicer(Servicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         tenant = tenant_of(context)
-        names = [CallName(tenant, request_id) for request_id in request.request_ids]
+        if len(request.request_ids) > MAX_ABORTED:
+            raise RequestError(f"request_ids: at most {MAX_ABORTED} ids may be given")
+        # Calls without an id have no name by which they can be aborted.
+        names = [CallName(tenant, each) for each in dict.fromkeys(request.request_ids) if each]
         aborted = [self._calls.abort(name) or await self._service.abort_elsewhere(name) for name in names]
-        if names and not any(aborted):
+        if request.request_ids and not any(aborted):
             await context.abort(grpc.StatusCode.NOT_FOUND, "request_ids: no such request is generating")
         return pb.AbortResponse()
 
