@@ -33,7 +33,11 @@ done
 "$gateway_bin/smg" launch --host 127.0.0.1 --port "$port" --prometheus-port $((port + 1)) \
 	--worker-urls "grpc://127.0.0.1:$((port + 3))" "grpc://127.0.0.1:$((port + 5))" > "$logs/gateway.log" 2>&1 &
 pids="$pids $!"
-until curl -fs -o /dev/null "http://127.0.0.1:$port/readiness"; do sleep 0.5; done
+gateway=$!
+until curl -fs -o /dev/null "http://127.0.0.1:$port/readiness"; do
+	kill -0 "$gateway" 2>/dev/null || { tail -n 5 "$logs/gateway.log" >&2; exit 1; }
+	sleep 0.5
+done
 cat >&2 <<EOF
 
 The gateway serves both. Ask it, in another terminal:

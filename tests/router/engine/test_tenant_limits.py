@@ -141,6 +141,35 @@ async def test_a_sequence_that_never_starts_uses_no_tokens(tmp_path: Path) -> No
             await handle.acquire(1, limits=limits)
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_calls_that_end_in_any_way_leave_the_whole_limit(is_split: bool, tmp_path: Path) -> None:
+    r, limits = random.Random(0), TenantLimits("a", concurrent_requests=6)
+    async with open_scene(tmp_path, is_split, max_batch_size=2, max_queue_time=0.02) as scene:
+        handle = scene.handle
+
+        async def call(count: int) -> None:
+            claim_id = await asyncio.wait_for(handle.acquire(count, limits=limits), r.choice([0.0, 5.0]))
+            specs = [SequenceSpec((21, r.randrange(9)), Stopping(9, min_new_tokens=9)) for _ in range(count)]
+            ids = [handle.open(claim_id, spec, None) for spec in specs]
+            await asyncio.sleep(r.random() * 0.03)
+            for sequence_id in ids:
+                if r.random() < 0.3:
+                    handle.cancel(sequence_id)
+            handle.release(claim_id)
+
+        results = [
+            result
+            for _ in range(30)
+            for result in await asyncio.gather(
+                *(call(r.choice([1, 2, 4])) for _ in range(4)), return_exceptions=True
+            )
+        ]
+        kinds = {type(result) for result in results}
+        assert kinds == {type(None), TimeoutError, TenantLimitError}
+        await asyncio.sleep(0.1)
+        handle.release(await handle.acquire(6, limits=limits))
+
+
 async def retry_s(call: grpc.aio.Call) -> int:
     """Return the time in the status's details, which must be the one of the pushback."""
     trailing = dict(await call.trailing_metadata() or ())

@@ -1,7 +1,9 @@
 """Tests the numbering of cache events and their subscribers, against a plain copy of the blocks."""
 
+import asyncio
 import random
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import pytest
 from smg_grpc_proto.generated import common_pb2 as pb
@@ -9,12 +11,13 @@ from smg_grpc_proto.generated import common_pb2 as pb
 from tgis.router.api.vllm_engine.cache_feed import (
     HISTORY,
     MAX_BLOCKS,
+    MAX_SUBSCRIPTIONS,
     MAX_WAITING,
     CacheFeed,
     CacheFeeds,
     Subscription,
 )
-from tgis.router.errors import RequestError, SlowClientError
+from tgis.router.errors import OverloadedError, RequestError, SlowClientError
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.cache_events import CacheChanges, CacheListener, CacheRecorder, StoredBlock
 from tgis.router.scheduling.prefix_cache import decoder_root
@@ -127,27 +130,72 @@ async def test_a_subscriber_may_read_what_came_before_it_slowly() -> None:
     assert len(await read(subscription)) == HISTORY + 1
 
 
-async def test_a_new_tenants_subscriber_costs_the_others_nothing() -> None:
-    pool = BlockPool(8, 2)
-    recorder = CacheRecorder(lambda: pool)
-    listeners: list[CacheListener] = []
+class Cache:
+    """Pool with the feeds that report its blocks, as in a router without workers."""
 
-    def watch(listener: CacheListener | None) -> None:
-        while listeners:
-            recorder.discard(listeners.pop())
+    def __init__(self) -> None:
+        self.pool = BlockPool(8, 2)
+        self._recorder = CacheRecorder(lambda: self.pool)
+        self.listener: CacheListener | None = None
+        self.feeds = CacheFeeds(self._watch)
+
+    def _watch(self, listener: CacheListener | None) -> None:
+        if self.listener is not None:
+            self._recorder.discard(self.listener)
+        self.listener = listener
         if listener is not None:
-            listeners.append(listener)
-            recorder.add(listener)
+            self._recorder.add(listener)
 
-    feeds = CacheFeeds(watch)
-    for block, tenant in enumerate(("a", "b")):
+    def publish(self, tenant: str, block: int) -> None:
         root = decoder_root(Sequence([1, 2], Stopping(1), cache_salt=CacheSalt(tenant)))
-        pool.publish(root, (block, block), block)
-    with feeds.subscribe("a", 0) as early:
-        assert len(await read(early)) == 1
+        self.pool.publish(root, (block, block), block)
+
+
+async def names_of(subscription: Subscription) -> set[int]:
+    apply(blocks := {}, await read(subscription))
+    return set(blocks)
+
+
+async def test_a_new_tenants_subscriber_costs_the_others_nothing() -> None:
+    cache = Cache()
+    cache.publish("a", 0)
+    cache.publish("b", 1)
+    with cache.feeds.subscribe("a", 0) as early:
+        assert await names_of(early) == {1}
         for tenant, names in (("b", {2}), (None, {1, 2})):
-            with feeds.subscribe(tenant, 0) as late:
-                apply(blocks := {}, await read(late))
-                assert set(blocks) == names
+            with cache.feeds.subscribe(tenant, 0) as late:
+                assert await names_of(late) == names
         assert await read(early) == []
-    assert not listeners
+    assert cache.listener is None
+
+
+async def test_each_feed_gets_its_own_changes() -> None:
+    cache, tenants = Cache(), ("a", "b", None)
+    with ExitStack() as stack:
+        subscriptions = [stack.enter_context(cache.feeds.subscribe(tenant, 0)) for tenant in tenants]
+        for each in subscriptions:
+            assert await names_of(each) == set()
+        cache.publish("a", 0)
+        await asyncio.sleep(0)
+        assert [await names_of(each) for each in subscriptions] == [{1}, set(), {1}]
+        blocks = cache.pool.allocate([], 8)  # the published block is reused
+        assert blocks is not None
+        await asyncio.sleep(0)
+        events = [[event for batch in await read(each) for event in batch.events] for each in subscriptions]
+        assert [[list(event.removed.block_hashes) for event in each] for each in events] == [[[1]], [], [[1]]]
+        cache.pool.forget()
+        await asyncio.sleep(0)
+        assert [len(await read(each)) for each in subscriptions] == [1, 1, 1]
+
+
+def test_a_tenant_has_few_subscribers() -> None:
+    feeds = Cache().feeds
+    with ExitStack() as stack:
+        for _ in range(MAX_SUBSCRIPTIONS):
+            last = stack.enter_context(ExitStack())
+            last.enter_context(feeds.subscribe("a", 0))
+        with pytest.raises(OverloadedError, match="at most 64 clients of a tenant"), feeds.subscribe("a", 0):
+            pass
+        with feeds.subscribe("b", 0):
+            last.close()
+            stack.enter_context(feeds.subscribe("a", 0))

@@ -9,11 +9,12 @@ from itertools import count
 
 from smg_grpc_proto.generated import common_pb2 as pb
 
-from tgis.router.errors import RequestError, SlowClientError
+from tgis.router.errors import OverloadedError, RequestError, SlowClientError
 from tgis.router.scheduling.cache_events import CacheChanges, CacheListener, StoredBlock
 
 MAX_WAITING = 1024  # batches that wait for a slow subscriber before it is cut off
 HISTORY = 1024  # batches that a subscriber can resume from
+MAX_SUBSCRIPTIONS = 64  # of one feed; each of them looks at the load ten times a second
 MAX_BLOCKS = 512  # stored blocks in one batch, so that clients accept its size
 
 
@@ -67,7 +68,9 @@ class CacheFeed:
     def subscribe(self, start: int) -> Subscription:
         """Add a subscriber that wants the batches from a sequence number on; 0 begins with all blocks. The
         same happens if the batches are not kept any more. Raises RequestError for a number that is too
-        large."""
+        large, and OverloadedError if there are too many subscribers."""
+        if len(self.subscriptions) >= MAX_SUBSCRIPTIONS:
+            raise OverloadedError(f"at most {MAX_SUBSCRIPTIONS} clients of a tenant may subscribe")
         if start > self._sequence + 1:
             raise RequestError(f"start_sequence_number must be <= {self._sequence + 1}")
         oldest = self._history[0].sequence_number if self._history else self._sequence + 1
@@ -161,7 +164,7 @@ class CacheFeeds:
     @contextmanager
     def subscribe(self, tenant: str | None, start: int) -> Iterator[Subscription]:
         """Add a subscriber to a tenant's blocks, or to all blocks, while the context is open. Raises
-        RequestError."""
+        RequestError and OverloadedError."""
         if not self._feeds:
             self._watch(self._apply)
         feed = self._feeds.get(tenant)
@@ -181,10 +184,14 @@ class CacheFeeds:
                 self._blocks.clear()
 
     def _apply(self, changes: CacheChanges) -> None:
+        """Pass changes to the feeds that show them."""
         if changes.is_cleared:
             self._blocks.clear()
         self._blocks.update((block.name, block) for block in changes.stored)
+        changed = {block.tenant for block in changes.stored}
         for name in changes.removed:
-            self._blocks.pop(name, None)
-        for feed in self._feeds.values():
-            feed.apply(changes)
+            if (block := self._blocks.pop(name, None)) is not None:
+                changed.add(block.tenant)
+        for tenant, feed in self._feeds.items():
+            if changes.is_cleared or tenant is None or tenant in changed:
+                feed.apply(changes)
