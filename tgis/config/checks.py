@@ -13,6 +13,20 @@ from tgis.errors import OperatorError
 
 DEFAULT = "default"
 METADATA_KEY = re.compile("[a-z0-9._-]+")
+SET_KEYS = {
+    "authorization",
+    "user-agent",
+    "connection",
+    "content-length",
+    "content-type",
+    "host",
+    "te",
+    "transfer-encoding",
+    "upgrade",
+}
+"""Keys that clients, proxies and the protocols set themselves."""
+ZMQ_ADDRESS = re.compile(r"ipc://[!-~]+|tcp://[!-~]+:([0-9]{1,5})")
+MAX_PORT = 65535
 OTHER_ENGINES = (
     "use tgis_native, the service's own engine, or hf_transformers, or leave the option out to let the "
     "service choose"
@@ -133,7 +147,7 @@ def _check_ports(values: Mapping[str, Any]) -> None:
 def _check_trusted_key(key: str | None) -> None:
     if key is None:
         return
-    is_reserved = key.startswith(("grpc-", "tgis-")) or key.endswith("-bin") or key == "authorization"
+    is_reserved = key.startswith(("grpc-", "tgis-")) or key.endswith("-bin") or key in SET_KEYS
     if is_reserved or not METADATA_KEY.fullmatch(key):
         raise SettingsError(
             f"trust_metadata: {key} is not a key of text metadata in lower case that a gateway may use"
@@ -153,6 +167,15 @@ def _check_kv_events(values: Mapping[str, Any]) -> None:
     for name in ("kv_events_replay_endpoint", "kv_events_topic"):
         if values.get(name) and not values.get("kv_events_endpoint"):
             raise SettingsError(f"{name}: this option needs --kv-events-endpoint")
+    for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+        if (address := values.get(name)) and not _is_zmq_address(address):
+            raise SettingsError(f"{name}: an address is tcp://HOST:PORT or ipc://PATH")
+
+
+def _is_zmq_address(text: str) -> bool:
+    """Return True for an address with a valid port; ZMQ would use a port modulo 65536."""
+    found = ZMQ_ADDRESS.fullmatch(text)
+    return found is not None and 0 < int(found[1] or MAX_PORT) <= MAX_PORT
 
 
 def _check_names(option: str, names: Sequence[str], allowed: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.link_files import free_ports
 from tests.support.router.engine_pair import each_of, open_scene
+from tgis.config.checks import Setting, SettingsError, check
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import StartupError
 from tgis.router.scheduling.cache_events import CacheChanges, StoredBlock
@@ -159,8 +160,29 @@ async def test_the_blocks_of_a_prompt_are_published_and_replayed(tmp_path: Path)
             assert await asyncio.to_thread(lambda: list(replayed(requester, indexer.number + 1))) == []
 
 
+@pytest.mark.parametrize("option", ["kv_events_endpoint", "kv_events_replay_endpoint"])
+def test_options_have_addresses_that_clients_can_reach(option: str) -> None:
+    """ZMQ itself opens port 34463 for 99999."""
+    options = {"kv_events_endpoint": Setting("tcp://*:5557")}
+    for address in ("tcp://eth0:1", "tcp://[::1]:65535", "ipc:///tmp/a", "tcp://127.0.0.1:5557"):
+        assert check(options | {option: Setting(address)}, (), ()) == []
+    for address in (
+        "tcp://*:99999",
+        "tcp://*:-1",
+        "tcp://*:0",
+        "tcp://*:*",
+        "tcp://*",
+        "inproc://a",
+        "a\ud800",
+    ):
+        with pytest.raises(SettingsError, match=f"^{option}: an address is tcp://HOST:PORT or ipc://PATH$"):
+            check(options | {option: Setting(address)}, (), ())
+
+
 async def test_an_address_that_cannot_be_opened_is_refused() -> None:
-    with pytest.raises(StartupError, match=r"^kv_events_endpoint: tcp://nowhere cannot be opened: "):
+    with pytest.raises(
+        StartupError, match=r"^kv_events_endpoint: tcp://nowhere cannot be opened: [A-Z][a-z ]+$"
+    ):
         KvEvents("tcp://nowhere", None, "")
     address = f"tcp://127.0.0.1:{free_ports()}"
     first = KvEvents(address, None, "")

@@ -179,7 +179,8 @@ class KvEvents:
         try:
             created.bind(endpoint)
         except zmq.ZMQError as error:
-            raise StartupError(f"{option}: {endpoint} cannot be opened: {error.strerror}") from error
+            reason = zmq.strerror(error.errno or 0)  # the error's own text repeats the address
+            raise StartupError(f"{option}: {endpoint} cannot be opened: {reason}") from error
         return created
 
     def _publish(self, changes: CacheChanges) -> None:

@@ -131,7 +131,7 @@ async def test_a_gateway_names_the_tenant(tmp_path: Path, tokens_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "key", ["", "X-Tenant", "x tenant", "tgis-tenant", "grpc-x", "x-bin", "authorization"]
+    "key", ["", "X-Tenant", "x tenant", "tgis-tenant", "grpc-x", "x-bin", "authorization", "host", "te"]
 )
 def test_keys_that_a_gateway_cannot_use(key: str) -> None:
     assert check({"trust_metadata": Setting("x-tenant")}, (), ()) == []

@@ -137,6 +137,7 @@ class Cache:
         self.pool = BlockPool(8, 2)
         self._recorder = CacheRecorder(lambda: self.pool)
         self.listener: CacheListener | None = None
+        self.num_listings = 0
         self.feeds = CacheFeeds(self._watch)
 
     def _watch(self, listener: CacheListener | None) -> None:
@@ -144,6 +145,7 @@ class Cache:
             self._recorder.discard(self.listener)
         self.listener = listener
         if listener is not None:
+            self.num_listings += 1
             self._recorder.add(listener)
 
     def publish(self, tenant: str, block: int) -> None:
@@ -166,7 +168,24 @@ async def test_a_new_tenants_subscriber_costs_the_others_nothing() -> None:
             with cache.feeds.subscribe(tenant, 0) as late:
                 assert await names_of(late) == names
         assert await read(early) == []
+
+
+async def test_the_cache_is_listed_again_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tgis.router.api.vllm_engine.cache_feed.LINGER_S", 0.02)
+    cache = Cache()
+    for block in range(8):
+        cache.publish("a", block)
+        await asyncio.sleep(0)
+        with cache.feeds.subscribe("a", 0) as subscription:
+            assert await names_of(subscription) == set(range(1, block + 2))
+    assert cache.num_listings == 1
+    await asyncio.sleep(0.1)
     assert cache.listener is None
+    with cache.feeds.subscribe("a", 0) as subscription:
+        assert await names_of(subscription) == set(range(1, 9))
+        await asyncio.sleep(0.04)
+        assert cache.listener is not None, "there is a subscriber"
+    assert cache.num_listings == 2
 
 
 async def test_each_feed_gets_its_own_changes() -> None:
@@ -188,7 +207,7 @@ async def test_each_feed_gets_its_own_changes() -> None:
         assert [len(await read(each)) for each in subscriptions] == [1, 1, 1]
 
 
-def test_a_tenant_has_few_subscribers() -> None:
+async def test_a_tenant_has_few_subscribers() -> None:
     feeds = Cache().feeds
     with ExitStack() as stack:
         for _ in range(MAX_SUBSCRIPTIONS):

@@ -14,6 +14,9 @@ from tgis.router.scheduling.cache_events import CacheChanges, CacheListener, Sto
 
 MAX_WAITING = 1024  # batches that wait for a slow subscriber before it is cut off
 HISTORY = 1024  # batches that a subscriber can resume from
+LINGER_S = 30.0
+"""Time for which blocks are recorded after the last subscriber has left. The engine lists its whole cache to
+begin anew, so clients must not be able to demand that again and again."""
 MAX_SUBSCRIPTIONS = 64  # of one feed; each of them looks at the load ten times a second
 MAX_BLOCKS = 512  # stored blocks in one batch, so that clients accept its size
 
@@ -160,13 +163,14 @@ class CacheFeeds:
         self._feeds: dict[str | None, CacheFeed] = {}
         self._blocks: dict[int, StoredBlock] = {}
         """Blocks of all tenants, so that a new feed costs the others nothing."""
+        self._is_watching = False
+        self._end: asyncio.TimerHandle | None = None
 
     @contextmanager
     def subscribe(self, tenant: str | None, start: int) -> Iterator[Subscription]:
         """Add a subscriber to a tenant's blocks, or to all blocks, while the context is open. Raises
         RequestError and OverloadedError."""
-        if not self._feeds:
-            self._watch(self._apply)
+        self._begin_watch()
         feed = self._feeds.get(tenant)
         if feed is None:
             feed = self._feeds[tenant] = CacheFeed(tenant, self._blocks.values())
@@ -180,8 +184,20 @@ class CacheFeeds:
             if not feed.subscriptions:
                 self._feeds.pop(tenant, None)
             if not self._feeds:
-                self._watch(None)
-                self._blocks.clear()
+                self._end = asyncio.get_running_loop().call_later(LINGER_S, self._end_watch)
+
+    def _begin_watch(self) -> None:
+        if self._end is not None:
+            self._end.cancel()
+            self._end = None
+        if not self._is_watching:
+            self._is_watching = True
+            self._watch(self._apply)
+
+    def _end_watch(self) -> None:
+        self._is_watching, self._end = False, None
+        self._watch(None)
+        self._blocks.clear()
 
     def _apply(self, changes: CacheChanges) -> None:
         """Pass changes to the feeds that show them."""
