@@ -93,6 +93,7 @@ def test_an_idle_service_refuses_nothing(tmp_path: Path) -> None:
         async with open_scene(tmp_path, False, **ONE_ROW) as scene:
             _, [first] = await begin(scene, 1)
             assert isinstance(await last_of(scene, first), Ended)
+            await asyncio.sleep(0.01)  # nothing else will start the next one
             _, [sequence_id] = await begin(scene, 1)
             time.sleep(2 * LIMIT_S)  # noqa: ASYNC251 (it stands for work of the loop)
             return await last_of(scene, sequence_id)
