@@ -98,7 +98,7 @@ class EventQueue:
 
 @dataclass(slots=True)
 class CallStart:
-    """Whether the shards have begun any request of a call."""
+    """Record of whether the shards have begun any request of a call."""
 
     is_done: bool = False
 
