@@ -50,6 +50,6 @@ class GenerationCall:
 
 
 def write_ids(token_ids: Iterable[int]) -> str:
-    """Return token ids as decimal numbers with spaces between them. This is done in C, because millions of ids
-    fit into a request and other calls wait meanwhile."""
+    """Return token ids as decimal numbers with spaces between them. The loop runs in C, because millions of
+    ids fit into a request and other calls wait meanwhile."""
     return msgspec.json.encode(list(token_ids))[1:-1].decode().replace(",", " ")
