@@ -126,7 +126,7 @@ report describes the whole service, also with several router workers:
 | `named_metrics.num_requests_running`, `named_metrics.num_requests_waiting` | inputs in the batch, and inputs that wait |
 | `application_utilization` | the larger of the cache's usage and of all these inputs divided by `--max-batch-size`; above 1 if inputs wait for a place |
 | `rps_fractional` | inputs per second that ended, over the last ten seconds |
-| `eps` | requests per second that were refused for overload, failed, or got no token in time |
+| `eps` | requests per second that were refused for overload or after `--max-queue-time`, failed, or got no token in time |
 
 gRPC's policy `weighted_round_robin` sends each service calls in proportion to its requests per second divided by its
 utilization. Set it in the client's service config; it needs no proxy and no further metadata:

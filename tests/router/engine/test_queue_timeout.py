@@ -2,6 +2,7 @@
 occupies."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+import uvloop
 from google.rpc import error_details_pb2, status_pb2
 
 from tests.support.http_exchange import exchange
@@ -82,6 +84,21 @@ async def test_the_other_requests_of_a_started_call_are_not_refused(is_split: bo
         ids = [scene.handle.open(claim_id, spec, None) for spec in specs]
         lasts = await asyncio.gather(*(last_of(scene, each) for each in ids))
         assert all(isinstance(last, Ended) for last in lasts)
+
+
+def test_an_idle_service_refuses_nothing(tmp_path: Path) -> None:
+    """The router's event loop runs timers first, so that a late turn must start the request itself."""
+
+    async def serve() -> Event:
+        async with open_scene(tmp_path, False, **ONE_ROW) as scene:
+            _, [first] = await begin(scene, 1)
+            assert isinstance(await last_of(scene, first), Ended)
+            await asyncio.sleep(0.01)  # nothing else will start the next one
+            _, [sequence_id] = await begin(scene, 1)
+            time.sleep(2 * LIMIT_S)  # noqa: ASYNC251 (it stands for work of the loop)
+            return await last_of(scene, sequence_id)
+
+    assert isinstance(uvloop.run(serve()), Ended)
 
 
 async def test_over_grpc(tmp_path: Path) -> None:

@@ -65,6 +65,18 @@ async def test_rates_are_those_of_the_window(clock: Clock) -> None:
     assert last == (0, 0)
 
 
+async def test_errors_are_those_that_another_service_might_not_have(clock: Clock) -> None:
+    metrics = Metrics(LIMITS)
+    rates = RequestRates(metrics, None)
+    await rates.read()
+    for error in ("conc_limit", "generate", "queue_timeout", "token_timeout"):
+        metrics.request_failure.add(error)
+    for error in ("validation", "unauthenticated", "slow_reader", "tenant_limit", "cancelled"):
+        metrics.request_failure.add(error)
+    clock.now += 1
+    assert await rates.read() == (9, 4)
+
+
 async def test_counts_are_read_once_a_second(clock: Clock) -> None:
     metrics = Metrics(LIMITS)
     rates = RequestRates(metrics, None)

@@ -65,7 +65,7 @@ class Engine:
         self._on_ready = on_ready
         self._step_metrics = StepMetrics(self.scheduler, metrics)
         self._token_timeouts = TokenTimeouts(*token_timeouts, self._fail)
-        self._queue_timeout = QueueTimeout(max_queue_time, self._fail)
+        self._queue_timeout = QueueTimeout(max_queue_time, self._refuse_late)
         self._live: dict[Sequence, LiveRequest] = {}
         self.cache_recorder = CacheRecorder(lambda: self.scheduler.pool)
         self._connected = self._given_up = self._fill_is_due = False
@@ -255,6 +255,13 @@ class Engine:
     def _fail(self, live: LiveRequest, failure: Failure) -> None:
         live.events.deliver(failure)
         self._release(live)
+
+    def _refuse_late(self, live: LiveRequest, failure: Failure) -> None:
+        """Fail a request that has waited too long. A step is sent first: after a late turn of the event loop,
+        timers run before the step that would start the request."""
+        self._fill()
+        if not live.call_start.is_done:
+            self._fail(live, failure)
 
     def _expire(self, live: LiveRequest) -> None:
         """End a waiting request whose deadline has passed. A running request ends with its next token. A step

@@ -13,7 +13,7 @@ from tgis.router.metrics.storage import SummedStorage
 
 INTERVAL_S = 1.0  # time between two readings of the counts
 WINDOW_S = 10.0
-SERVICE_ERRORS = {"conc_limit", "generate", "token_timeout"}
+SERVICE_ERRORS = {"conc_limit", "generate", "queue_timeout", "token_timeout"}
 ALSO_SUCCESSES = "timeout"
 
 

@@ -104,6 +104,19 @@ def _aborts(served: EngineApi, message: pb.AbortRequest) -> bool:
     return True
 
 
+def test_an_aborted_answer_has_one_end_for_each_text(served: EngineApi) -> None:
+    """The client reads nothing until the abort, so that the service still sends the texts."""
+    sampling = pb.SamplingParams(n=16, ignore_eos=True, max_tokens=150, logprobs=20)
+    message = pb.GenerateRequest(request_id="slow", text=PROMPT, sampling_params=sampling)
+    call = served.stub.Generate(message)
+    call.initial_metadata()  # it comes with the first text
+    assert _aborts(served, pb.AbortRequest(request_ids=["slow"]))
+    ends = [(answer.complete.index, answer.complete.finish_reason) for answer in call]
+    num_sent = sum(reason == "length" for _, reason in ends)
+    assert 0 < num_sent < 16
+    assert ends == [(index, "length" if index < num_sent else "abort") for index in range(16)]
+
+
 def test_calls_without_an_id_are_not_aborted(served: EngineApi) -> None:
     sampling = pb.SamplingParams(ignore_eos=True, max_tokens=150)
     stream = served.stub.Generate(pb.GenerateRequest(text=PROMPT, stream=True, sampling_params=sampling))

@@ -10,7 +10,7 @@ from tgis.router.api.grpc.priority_metadata import ALLOWED_PRIORITY, PRIORITY, P
 from tgis.router.api.tenants import tenant_of
 from tgis.router.api.vllm_engine.rules import VLLM_ENGINE
 from tgis.router.grammar.compiler import JSON, Guided
-from tgis.router.requests.call import GenerationCall, Metadata
+from tgis.router.requests.call import GenerationCall, Metadata, write_ids
 from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
 
 NAMES = {
@@ -42,7 +42,7 @@ def read_logprob_counts(sampling: pb.SamplingParams) -> LogprobCounts:
 
 def read_call(request: pb.GenerateRequest, context: Context) -> GenerationCall:
     are_ids = request.WhichOneof("input") == "tokenized"
-    text = " ".join(map(str, request.tokenized.input_ids)) if are_ids else request.text
+    text = write_ids(request.tokenized.input_ids) if are_ids else request.text
     metadata = context.invocation_metadata() or ()
     priority = _read_priority(metadata)
     return GenerationCall(

@@ -27,7 +27,7 @@ from tgis.router.api.openai.fields.sampling_fields import check_stream_options, 
 from tgis.router.api.openai.fields.structured_outputs import constraint_names, read_guided
 from tgis.router.api.openai.rules import OPENAI
 from tgis.router.events import InputTokens
-from tgis.router.requests.call import GenerationCall
+from tgis.router.requests.call import GenerationCall, write_ids
 from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.validation import RequestLimits
 
@@ -114,12 +114,12 @@ def _read_prompts(
     if len(kinds) > 1:
         raise ApiError(400, "prompt must not mix texts and token ids", "prompt")
     if kinds == {int}:
-        return [" ".join(map(str, prompt))], True
+        return [write_ids(item for item in prompt if isinstance(item, int))], True
     if len(prompt) > max_prompts:
         raise ApiError(400, f"prompt must be at most {max_prompts} prompts", "prompt")
     if kinds == {str}:
         return [item for item in prompt if isinstance(item, str)], False
-    return [" ".join(map(str, item)) for item in prompt if isinstance(item, list)], True
+    return [write_ids(item) for item in prompt if isinstance(item, list)], True
 
 
 def _check(body: CompletionRequest, limits: RequestLimits, is_encoder_decoder: bool) -> None:
