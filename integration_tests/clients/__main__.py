@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from integration_tests.clients.expectations import Served
-from integration_tests.clients.fleet import check_fleet
 from integration_tests.clients.gateway import Gateway, launch_gateway
+from integration_tests.clients.losses import check_losses
+from integration_tests.clients.routing import check_routing
 from integration_tests.clients.served import launch_served
 from integration_tests.support.service import Client
 
@@ -65,7 +66,8 @@ def run(directory: Path, environments: Path, clients: list[str]) -> list[str]:
 def _is_fleet(gateway: Gateway) -> bool:
     """Return True if the services behind a gateway pass the checks as a fleet. They end some services."""
     try:
-        check_fleet(gateway)
+        check_routing(gateway)
+        check_losses(gateway)
     except Exception:
         traceback.print_exc()
         return False

@@ -1,5 +1,6 @@
 """Launches services without tokens and the Shepherd Model Gateway in front of them."""
 
+import json
 import signal
 import subprocess
 import time
@@ -9,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from integration_tests.clients.expectations import Served
 from integration_tests.clients.served import FLAGS, MODEL, launch_served
@@ -16,6 +20,7 @@ from integration_tests.support.service import Client, launch
 from tests.support.link_files import free_ports
 
 READY_S = 60.0
+ANSWER_S = 60.0
 ENGINE_API = ("--grpc-api", "fmaas,vllm-engine")
 
 
@@ -29,6 +34,13 @@ class Gateway:
     @property
     def worker_urls(self) -> list[str]:
         return [f"grpc://127.0.0.1:{client.service.grpc_port}" for client in self.services]
+
+    @contextmanager
+    def run_another(self, name: str, *flags: str, num_services: int | None = None) -> Iterator[str]:
+        """Run another gateway in front of the first services, by default all, and yield its URL."""
+        log = Path(self.served.directory).parent / f"smg-{name}.log"
+        with run_gateway(self.smg, self.worker_urls[:num_services], log, *flags) as url:
+            yield url
 
 
 @contextmanager
@@ -84,3 +96,16 @@ def _wait_until_ready(url: str, log: Path) -> None:
         except (urllib.error.URLError, OSError):
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
+
+
+def ask(url: str, messages: list[dict[str, str]], max_tokens: int, **fields: Any) -> Any:
+    """Return the open response of a gateway to a chat."""
+    body = {"model": MODEL, "messages": messages, "max_tokens": max_tokens, "temperature": 0, **fields}
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    return urllib.request.urlopen(request, timeout=ANSWER_S)
+
+
+def engine_of(client: Client) -> Any:
+    """Return the stub of a service's engine API."""
+    return VllmEngineStub(client.channel)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.http_exchange import exchange
-from tests.support.router.load import MAX_BATCH_SIZE
+from tests.support.router.load import MAX_BATCH_SIZE, engine_load
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.served_grpc import ServedGrpc, open_grpc, status_of
 from tests.support.router.served_http import MODEL, open_http
@@ -81,7 +81,7 @@ async def test_grpcs_weighted_round_robin_balances_by_them(
     config = json.dumps({"loadBalancingConfig": [{"weighted_round_robin": policy}]})
     async with AsyncExitStack() as stack:
         ports = [
-            await stack.enter_async_context(serve_health(EngineLoad(running, waiting, 0.1), is_ready))
+            await stack.enter_async_context(serve_health(engine_load(running, waiting, 0.1), is_ready))
             for running, waiting, is_ready in ((2, 1, True), (5, 4, False))
         ]
         target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
@@ -184,7 +184,7 @@ async def test_http_responses_have_them_in_a_header(tmp_path: Path) -> None:
 async def test_the_service_reports_at_once_and_then_in_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Intervals without a meaning are the shortest or the longest one."""
     monkeypatch.setattr(load_service, "MIN_INTERVAL_S", 0.1)
-    async with serve_health(EngineLoad(1, 0, 0.25), True) as port:
+    async with serve_health(engine_load(1, 0, 0.25), True) as port:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             for seconds, num_reports in ((0, 3), (-5, 3), (2**62, 1)):
                 request = orca_pb2.OrcaLoadReportRequest()
@@ -197,7 +197,7 @@ async def test_the_service_reports_at_once_and_then_in_intervals(monkeypatch: py
 
 async def test_streams_of_reports_end_when_the_service_stops() -> None:
     async def read() -> EngineLoad:
-        return EngineLoad(0, 0, 0)
+        return engine_load(0, 0, 0)
 
     rates = RequestRates(Metrics(MetricLimits(100, 99, 8)), None)
     service = LoadService(LoadReports(read, rates, MAX_BATCH_SIZE))

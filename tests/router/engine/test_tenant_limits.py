@@ -121,6 +121,26 @@ async def test_tokens_are_counted_while_they_are_generated(is_split: bool, tmp_p
         assert not scene.left()
 
 
+async def test_a_sequence_that_never_starts_uses_no_tokens(tmp_path: Path) -> None:
+    limits, spec = TenantLimits("a", tokens_per_minute=5), SequenceSpec(tuple(range(100)), Stopping(90))
+    async with open_scene(tmp_path, False, max_batch_size=1) as scene:
+        handle = scene.handle
+        scene.shard.step_s = 0.05
+        other = await handle.acquire(1)
+        await anext(each_of(handle.events(handle.open(other, spec, None))))
+        for _ in range(3):
+            claim_id = await handle.acquire(1, limits=limits)
+            handle.open(claim_id, spec, None)
+            await asyncio.sleep(0.02)
+            handle.release(claim_id)
+        handle.release(other)
+        claim_id = await handle.acquire(1, limits=limits)
+        await anext(each_of(handle.events(handle.open(claim_id, spec, None))))
+        handle.release(claim_id)
+        with pytest.raises(TenantLimitError):
+            await handle.acquire(1, limits=limits)
+
+
 @pytest.mark.parametrize("is_split", [False, True])
 async def test_calls_that_end_in_any_way_leave_the_whole_limit(is_split: bool, tmp_path: Path) -> None:
     r, limits = random.Random(0), TenantLimits("a", concurrent_requests=6)

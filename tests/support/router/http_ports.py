@@ -5,8 +5,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from tests.support.router.load import load_reports
 from tgis.config.processes import RouterConfig
 from tgis.process.memory_release import MemoryRelease
+from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.serving.ports import HttpPorts
 from tgis.router.api.openai.errors import OPENAI_ERRORS
@@ -34,8 +36,8 @@ async def open_ports(api: str | None = "openai", **options: Any) -> AsyncIterato
     """Yield the HTTP port, and the API's port if it has its own."""
     config = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, http_api=api, **options)
     metrics, apis = Metrics(MetricLimits(9, 9, 9)), [api_on(config)]
-    ports = HttpPorts(
-        config, lambda: True, metrics, apis, None, render_process(metrics), MemoryRelease(), None
-    )
+    render, reports = render_process(metrics), load_reports(metrics)
+    tokens = BearerTokens(config.auth_tokens_path) if config.auth_tokens_path else None
+    ports = HttpPorts(config, lambda: True, metrics, apis, None, render, MemoryRelease(), reports, tokens)
     async with ports.serve() as port, ports.serve_api() as api_port:
         yield {HTTP: port} if api_port is None else {HTTP: port, API: api_port}

@@ -3,7 +3,7 @@
 from functools import partial
 
 from tgis.router.api.load_reports import LoadReports
-from tgis.router.metrics.engine_load import read_engine_load
+from tgis.router.metrics.engine_load import EngineLoad, read_engine_load
 from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.request_rates import RequestRates
@@ -13,6 +13,11 @@ MAX_BATCH_SIZE = 8
 
 async def no_other_processes() -> list[GaugeValues]:
     return []
+
+
+def engine_load(num_running: int, num_waiting: int, cache_usage: float) -> EngineLoad:
+    """Return a load whose other values are 0."""
+    return EngineLoad(num_running, num_waiting, cache_usage, 0.0, 0.0, 0)
 
 
 def load_reports(metrics: Metrics) -> LoadReports:

@@ -74,7 +74,7 @@ class BearerTokens:
                 logger.error("the bearer tokens were not reloaded, those read before stay valid: %s", error)
 
 
-class _Content(NamedTuple):
+class _TokenFile(NamedTuple):
     """Content of the file."""
 
     holders: dict[bytes, TokenHolder]
@@ -83,13 +83,13 @@ class _Content(NamedTuple):
     """Fields of TenantRules by tenant."""
 
 
-def _read(path: str) -> _Content:
+def _read(path: str) -> _TokenFile:
     """Read the file. No error's text contains the content of a line. Raises StartupError."""
     try:
         lines = Path(path).read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"the file of bearer tokens {path} cannot be read") from error
-    content = _Content({}, {})
+    content = _TokenFile({}, {})
     for number, words in enumerate(map(WORD.findall, lines), 1):
         _read_line(words, f"line {number} of the file of bearer tokens {path}", content)
     if not content.holders:
@@ -97,7 +97,7 @@ def _read(path: str) -> _Content:
     return content
 
 
-def _read_line(words: list[str], place: str, content: _Content) -> None:
+def _read_line(words: list[str], place: str, content: _TokenFile) -> None:
     """Add a line to the content. Raises StartupError, which names the line's place."""
     match words:
         case []:

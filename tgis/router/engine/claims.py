@@ -150,7 +150,7 @@ class Claims:
             live.resume(progress)
         claim.live[sequence_id] = live
         if claim.tenant_use is not None:
-            claim.tenant_use.begin(live.sequence)
+            claim.tenant_use.begin(live)
         if claim.adapters.digests == spec.adapters.digests:
             self._engine.open(live)
         else:  # An id refers to a different adapter now, or the adapter could not be loaded again.
@@ -176,7 +176,7 @@ class Claims:
         for live in claim.live.values():
             self.cancel(live)
         if claim.tenant_use is not None:
-            claim.tenant_use.end(live.sequence for live in claim.live.values())
+            claim.tenant_use.end(claim.live.values())
         claim.resources.close()
 
     def _sequence(self, spec: SequenceSpec, claim: Claim) -> Sequence:

@@ -64,7 +64,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     events: list[Event]
 
 
-class Message(NamedTuple):
+class NumberedBatch(NamedTuple):
     number: int
     payload: bytes
 
@@ -81,29 +81,29 @@ class EventLog:
         # Indexers may keep the hashes of several services in one table.
         self._base = secrets.randbits(62)
         self._blocks: dict[int, StoredBlock] = {}
-        self._history: deque[Message] = deque(maxlen=HISTORY)
+        self._history: deque[NumberedBatch] = deque(maxlen=HISTORY)
         self._number = 0
 
-    def add(self, changes: CacheChanges) -> list[Message]:
+    def add(self, changes: CacheChanges) -> list[NumberedBatch]:
         """Return the messages that report the changes."""
         if changes.is_cleared:
             self._blocks.clear()
         self._blocks.update((block.name, block) for block in changes.stored)
         removed = [name for name in changes.removed if self._blocks.pop(name, None) is not None]
         payloads = self._encode_parts(_parts(changes.stored), changes.is_cleared, removed)
-        messages = [Message(self._number + index, payload) for index, payload in enumerate(payloads)]
+        messages = [NumberedBatch(self._number + index, payload) for index, payload in enumerate(payloads)]
         self._number += len(messages)
         self._history += messages
         return messages
 
-    def replay(self, start: int) -> Iterator[Message]:
+    def replay(self, start: int) -> Iterator[NumberedBatch]:
         """Return the messages from a number on. If some are not kept any more, return all present blocks
         under the numbers before the next one, and encode each message when it is read."""
         if not self._history or start >= self._history[0].number:
             return iter([message for message in self._history if message.number >= start])
         parts = _parts(tuple(self._blocks.values()))
         payloads = self._encode_parts(parts, is_cleared=True)
-        return map(Message, range(self._number - len(parts), self._number), payloads)
+        return map(NumberedBatch, range(self._number - len(parts), self._number), payloads)
 
     def _encode_parts(
         self, parts: list[Sequence[StoredBlock]], is_cleared: bool, removed: Sequence[int] = ()

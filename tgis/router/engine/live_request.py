@@ -98,7 +98,7 @@ class EventQueue:
 
 @dataclass(slots=True)
 class CallStart:
-    """Record of whether the shards have begun any request of a call."""
+    """State of a call: `is_done` is set once the shards have begun one of its requests."""
 
     is_done: bool = False
 

@@ -2,13 +2,13 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tgis.router.engine.handle import NO_LIMITS, TenantLimits
+from tgis.router.engine.live_request import LiveRequest
 from tgis.router.errors import TenantLimitError
-from tgis.router.sequence import Sequence
 
 MIN_PRUNED = 256  # tenants below which none is forgotten
 
@@ -51,7 +51,7 @@ class TenantUse:
     tokens: Allowance | None = None
     num_current: int = 0
     """Number of requests in unreleased calls."""
-    sequences: dict[Sequence, int] = field(default_factory=dict)
+    live: dict[LiveRequest, int] = field(default_factory=dict)
     """Sequences of unreleased calls, with the number of their tokens that have been counted."""
 
     def set_limits(self, limits: TenantLimits, now: float) -> None:
@@ -71,7 +71,7 @@ class TenantUse:
         if self.requests is not None and (wait_s := self.requests.wait_s(count, now)):
             text = f"more than {limits.requests_per_minute} requests of the tenant in a minute"
             raise TenantLimitError(text, math.ceil(wait_s))
-        self._count_tokens(self.sequences)
+        self._count_tokens(self.live)
         if self.tokens is not None and (wait_s := self.tokens.wait_s(1, now)):
             text = f"more than {limits.tokens_per_minute} tokens of the tenant in a minute"
             raise TenantLimitError(text, math.ceil(wait_s))
@@ -87,28 +87,29 @@ class TenantUse:
         finally:
             self.num_current -= count
 
-    def begin(self, sequence: Sequence) -> None:
-        self.sequences[sequence] = 0
+    def begin(self, live: LiveRequest) -> None:
+        self.live[live] = 0
 
-    def end(self, sequences: Iterable[Sequence]) -> None:
+    def end(self, ended: Collection[LiveRequest]) -> None:
         """Count the last tokens of a released call."""
-        ended = [sequence for sequence in sequences if sequence in self.sequences]
         self._count_tokens(ended)
-        for sequence in ended:
-            del self.sequences[sequence]
+        for live in ended:
+            del self.live[live]
 
     def is_forgettable(self, now: float) -> bool:
         """Return True if a new tenant would have the same allowances."""
         allowances = [each for each in (self.requests, self.tokens) if each is not None]
         return not self.num_current and all(each.is_full(now) for each in allowances)
 
-    def _count_tokens(self, sequences: Iterable[Sequence]) -> None:
+    def _count_tokens(self, counted: Iterable[LiveRequest]) -> None:
+        """Count the tokens since the last count. A sequence without a step has used none."""
         if self.tokens is None:
             return
-        for sequence in sequences:
-            num_tokens = sequence.num_input_tokens + sequence.num_generated
-            self.tokens.use(num_tokens - self.sequences[sequence])
-            self.sequences[sequence] = num_tokens
+        for live in counted:
+            if live.times.started_at is not None:
+                num_tokens = live.sequence.num_input_tokens + live.sequence.num_generated
+                self.tokens.use(num_tokens - self.live[live])
+                self.live[live] = num_tokens
 
 
 class TenantLimiter:

@@ -1,127 +1,33 @@
-"""Checks of several services behind the Shepherd Model Gateway: which share of the prompts is cached, and
-what is lost when one service drains and another one is killed."""
+"""Drains a service behind the Shepherd Model Gateway, kills another one, and counts the lost streams."""
 
 import json
 import os
-import random
 import signal
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
-from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from integration_tests.clients.gateway import Gateway, run_gateway
-from integration_tests.clients.served import MODEL, WORDS
+from integration_tests.clients.gateway import Gateway, ask, engine_of
+from integration_tests.clients.served import WORDS
 from integration_tests.support.service import Client
-from tests.support.accounts import scrape
 from tests.support.processes import children_of
 
-NUM_STREAMS = 32
-STREAM_TOKENS = 400
-NUM_CONVERSATIONS, NUM_TURNS, TURN_WORDS, TURN_TOKENS = 12, 4, 60, 16
-EVENTS_S = 0.5
-"""Time for cache events to reach the gateway. Users need longer to read an answer."""
+NUM_STREAMS, STREAM_TOKENS = 32, 400
 TIMEOUT_S = 60.0
 
 
-def check_fleet(gateway: Gateway) -> None:
-    """Check at least three services. One of them is drained and another one is killed."""
-    _compare_policies(gateway)
-    with _gateway(gateway, "losses") as url:
+def check_losses(gateway: Gateway) -> None:
+    """Check that a drain loses nothing and a kill only its own streams. Two of the services end."""
+    with gateway.run_another("losses") as url:
         texts = _expected_texts(url)
         _drain_one(gateway, url, texts)
         _kill_one(gateway, url, texts)
-
-
-@contextmanager
-def _gateway(gateway: Gateway, name: str, *flags: str, num_services: int | None = None) -> Iterator[str]:
-    log = Path(gateway.served.directory).parent / f"smg-{name}.log"
-    with run_gateway(gateway.smg, gateway.worker_urls[:num_services], log, *flags) as url:
-        yield url
-
-
-# Shares of cached prompt tokens
-
-
-def _compare_policies(gateway: Gateway) -> None:
-    single = _measure_hits(gateway, "single", "cache_aware", 1)
-    aware = _measure_hits(gateway, "aware", "cache_aware", 3)
-    by_chance = _measure_hits(gateway, "random", "random", 3)
-    print(
-        f"  cached prompt tokens of {NUM_CONVERSATIONS} conversations: one service {single:.1%}, "
-        f"three {aware:.1%}, three by chance {by_chance:.1%}",
-        flush=True,
-    )
-    assert aware >= 0.9 * single
-    assert by_chance < aware
-
-
-def _measure_hits(gateway: Gateway, name: str, policy: str, num_services: int) -> float:
-    """Return the share of prompt tokens that were cached in the conversations."""
-    services = gateway.services[:num_services]
-    for client in services:
-        _engine(client).FlushCache(common_pb2.FlushCacheRequest())
-    before = [_count_cached(client) for client in services]
-    with _gateway(gateway, name, "--policy", policy, num_services=num_services) as url:
-        _converse(url)
-    after = [_count_cached(client) for client in services]
-    changes = [
-        (late.hits - early.hits, late.queries - early.queries)
-        for early, late in zip(before, after, strict=True)
-    ]
-    print(f"  {policy} with {num_services}: cached and prompt tokens by service {changes}", flush=True)
-    return sum(hits for hits, _ in changes) / sum(queries for _, queries in changes)
-
-
-class _Counts(NamedTuple):
-    hits: float
-    queries: float
-
-
-def _count_cached(client: Client) -> _Counts:
-    values = scrape(client.service.http)
-    return _Counts(values["tgi_prefix_cache_hits_total"], values["tgi_prefix_cache_queries_total"])
-
-
-def _converse(url: str) -> None:
-    """Hold all conversations at the same time. Each has a beginning of its own."""
-    r = random.Random(5)
-    chats: list[list[dict[str, str]]] = [[] for _ in range(NUM_CONVERSATIONS)]
-    with ThreadPoolExecutor(NUM_CONVERSATIONS) as threads:
-        for _ in range(NUM_TURNS):
-            for chat in chats:
-                chat.append({"role": "user", "content": " ".join(r.choices(WORDS, k=TURN_WORDS))})
-            for chat, text in zip(chats, threads.map(lambda chat: _answer(url, chat), chats), strict=True):
-                chat.append({"role": "assistant", "content": text})
-            time.sleep(EVENTS_S)
-
-
-def _answer(url: str, messages: list[dict[str, str]]) -> str:
-    with _ask(url, messages, TURN_TOKENS) as answer:
-        text: str = json.load(answer)["choices"][0]["message"]["content"]
-        return text
-
-
-def _ask(url: str, messages: list[dict[str, str]], max_tokens: int, **fields: Any) -> Any:
-    body = {"model": MODEL, "messages": messages, "max_tokens": max_tokens, "temperature": 0, **fields}
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    return urllib.request.urlopen(request, timeout=TIMEOUT_S)
-
-
-# Losses
 
 
 class _Streams:
@@ -161,7 +67,7 @@ class _StreamError(Exception):
 
 def _stream(url: str, number: int) -> Iterator[str]:
     messages = [{"role": "user", "content": f"{WORDS[number % len(WORDS)]} {number}"}]
-    with _ask(url, messages, STREAM_TOKENS, stream=True, ignore_eos=True) as answer:
+    with ask(url, messages, STREAM_TOKENS, stream=True, ignore_eos=True) as answer:
         for line in answer:
             data = line.decode().removeprefix("data: ").strip()
             if data == "[DONE]":
@@ -200,7 +106,7 @@ def _drain_one(gateway: Gateway, url: str, texts: list[str]) -> None:
 def _watch_drain(client: Client) -> list[str]:
     """Return what a client of a draining service sees: its health, until it refuses requests."""
     seen: list[str] = []
-    stub, health, deadline = _engine(client), HealthStub(client.channel), time.monotonic() + TIMEOUT_S
+    stub, health, deadline = engine_of(client), HealthStub(client.channel), time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         try:
             is_healthy = stub.HealthCheck(pb.HealthCheckRequest()).healthy
@@ -246,9 +152,5 @@ def _stream_or_error(url: str, number: int) -> str:
 
 
 def _num_running(client: Client) -> int:
-    load = _engine(client).GetServerInfo(pb.GetServerInfoRequest())
+    load = engine_of(client).GetServerInfo(pb.GetServerInfoRequest())
     return int(load.active_requests)
-
-
-def _engine(client: Client) -> Any:
-    return VllmEngineStub(client.channel)  # type: ignore[no-untyped-call]
