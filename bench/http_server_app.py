@@ -98,8 +98,8 @@ async def serve(port: int) -> None:
     from starlette.applications import Starlette
 
     from tgis.config.processes import RouterConfig
-    from tgis.net.http_routes import LimitedApp, RouteLimits
-    from tgis.net.http_server import serve_http
+    from tgis.net.http.routes import LimitedApp, RouteLimits
+    from tgis.net.http.server import serve_http
 
     limits = RouteLimits(answer_s=None, max_connections=256)
     config = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=port, slow_reader_timeout=SLOW_READER_S)

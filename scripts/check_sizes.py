@@ -1,4 +1,4 @@
-"""Fails when a function of the package has more than 50 lines."""
+"""Fails when a function of the package has more than 50 lines, or a folder more than 12 modules."""
 
 import ast
 import sys
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import NoReturn
 
 MAX_FUNCTION = 50
+MAX_MODULES = 12
+LISTS = ("tgis/shard/models/families",)  # folders of one module for each entry of a table
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -20,6 +22,19 @@ def find_long_functions(path: Path) -> list[str]:
     return errors
 
 
+def find_large_folder(path: Path) -> list[str]:
+    """Return the finding for a folder, given the path of its `__init__.py`."""
+    name = str(path.parent.relative_to(ROOT))
+    if path.name != "__init__.py" or name in LISTS:
+        return []
+    count = len([*path.parent.glob("*.py")]) - 1
+    return [f"{name}: {count} modules, at most {MAX_MODULES}"] if count > MAX_MODULES else []
+
+
+def find_faults(path: Path) -> list[str]:
+    return find_long_functions(path) + find_large_folder(path)
+
+
 def check(rule: Callable[[Path], list[str]], verdict: str) -> NoReturn:
     """Print the findings of `rule` in the package's files, or `verdict` if there are none, and exit."""
     sources = [path for path in (ROOT / "tgis").rglob("*.py") if "pb" not in path.parts]
@@ -29,4 +44,7 @@ def check(rule: Callable[[Path], list[str]], verdict: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    check(find_long_functions, "without long functions")
+    check(
+        lambda path: find_long_functions(path) + find_large_folder(path),
+        "without long functions or large folders",
+    )

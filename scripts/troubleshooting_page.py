@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 from scripts.messages import Message, collect, key_of
-from tgis.router.api.grpc.error_interceptor import STATUS
+from tgis.router.api.grpc.interceptors.error_interceptor import STATUS
 
 EXPLAINED = Path(__file__).parent / "troubleshooting.toml"
 # Modules whose messages neither operators nor clients see.

@@ -14,7 +14,7 @@ FILES = {
     if "pb" not in path.parts and not path.stem.endswith("_internals")
 }
 INTERNALS = {
-    "net/uvicorn_internals.py": "uvicorn",
+    "net/http/uvicorn_internals.py": "uvicorn",
     "router/api/grpc/grpc_internals.py": "grpcio",
     "shard/models/hf_transformers/transformers_internals.py": "transformers",
     "shard/torch_internals.py": "torch",

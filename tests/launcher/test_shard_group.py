@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from tgis.launcher import local_node as node
 from tgis.launcher import shard_group
 from tgis.launcher.child_configs import Start
-from tgis.launcher.local_node import ShardEndedError, first_end, run_unless_ended
+from tgis.launcher.nodes import local_node as node
+from tgis.launcher.nodes.local_node import ShardEndedError, first_end, run_unless_ended
 from tgis.launcher.plan import LaunchError
 from tgis.launcher.shard_group import ShardGroup
 from tgis.net.addresses import TcpAddress

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from tests.support.router import http_fuzz
 from tgis.config.processes import RouterConfig
-from tgis.net.http_server import serve_http
+from tgis.net.http.server import serve_http
 
 CONFIG = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, slow_reader_timeout=5.0)
 END_S = 20.0  # for a connection to end after its client has sent everything

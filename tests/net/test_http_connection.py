@@ -15,11 +15,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tgis.config.processes import RouterConfig
-from tgis.net import connection_limits, http_routes, uvicorn_internals
-from tgis.net.http_routes import LimitedRoute, RouteLimits
-from tgis.net.http_server import serve_http
-from tgis.net.pending_input import MAX_HEADER_BYTES
-from tgis.net.slow_readers import SlowReadError
+from tgis.net.http import connection_limits, uvicorn_internals
+from tgis.net.http import routes as http_routes
+from tgis.net.http.pending_input import MAX_HEADER_BYTES
+from tgis.net.http.routes import LimitedRoute, RouteLimits
+from tgis.net.http.server import serve_http
+from tgis.net.http.slow_readers import SlowReadError
 
 SHORT_S = 0.2
 CONFIG = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, slow_reader_timeout=SHORT_S)

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_server import serve_http
-from tgis.net.pending_input import MAX_PIECE
-from tgis.net.uvicorn_internals import MAX_QUEUED, HttpConnection
+from tgis.net.http.pending_input import MAX_PIECE
+from tgis.net.http.server import serve_http
+from tgis.net.http.uvicorn_internals import MAX_QUEUED, HttpConnection
 
 CONFIG = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, slow_reader_timeout=5.0)
 GET = b"GET /echo HTTP/1.1\r\nhost: a\r\n\r\n"

@@ -13,9 +13,9 @@ from functools import partial
 from tgis.config.option import to_flags
 from tgis.config.processes import LauncherConfig
 from tgis.launcher.child_configs import ChildConfigs, line_fields
-from tgis.launcher.local_node import LocalNode, Node, run_all
+from tgis.launcher.nodes.local_node import LocalNode, Node, run_all
+from tgis.launcher.nodes.remote_nodes import RemoteNodes
 from tgis.launcher.plan import END_S, GIVE_UP_S, LaunchError, Plan
-from tgis.launcher.remote_nodes import RemoteNodes
 from tgis.launcher.router_group import Router, RouterGroup
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_group import Rendezvous, ShardGroup, file_rendezvous, port_rendezvous

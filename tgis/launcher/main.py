@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tgis.config.processes import LauncherConfig
-from tgis.launcher.follower import Follower
 from tgis.launcher.gguf_model import find_gguf_model
 from tgis.launcher.leader import Leader
+from tgis.launcher.nodes.follower import Follower
 from tgis.launcher.plan import make_plan
 from tgis.launcher.startup_downloads import download_missing
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tgis.launcher.local_node import run_all
+from tgis.launcher.nodes.local_node import run_all
 from tgis.launcher.plan import LaunchError
 from tgis.launcher.shard_group import MAX_CRASHES, add_crash, backoff_s
 from tgis.process.child import GIVE_UP, Child, End

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tgis.launcher.child_configs import Start
-from tgis.launcher.local_node import SETTLE_S, Node, ShardEndedError, first_end, run_all
+from tgis.launcher.nodes.local_node import SETTLE_S, Node, ShardEndedError, first_end, run_all
 from tgis.launcher.plan import LaunchError
 from tgis.net.addresses import TcpAddress
 from tgis.net.ports import listen

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tgis.config.processes import LauncherConfig
-from tgis.net.http_server import METRICS_TYPE, health_routes, serve_http
+from tgis.net.http.server import METRICS_TYPE, health_routes, serve_http
 from tgis.net.tls import port_certificates
 
 READY = """\

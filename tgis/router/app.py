@@ -27,12 +27,12 @@ from tgis.process.child import GIVE_UP
 from tgis.process.heartbeat import send_heartbeats
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
-from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, warn_if_unprotected
-from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
-from tgis.router.api.grpc.gateway_interceptor import GatewayInterceptor
 from tgis.router.api.grpc.health import NAME as HEALTH
 from tgis.router.api.grpc.health import Health
-from tgis.router.api.grpc.load_interceptor import LoadInterceptor
+from tgis.router.api.grpc.interceptors.auth_interceptor import AuthInterceptor, warn_if_unprotected
+from tgis.router.api.grpc.interceptors.error_interceptor import ErrorInterceptor
+from tgis.router.api.grpc.interceptors.gateway_interceptor import GatewayInterceptor
+from tgis.router.api.grpc.interceptors.load_interceptor import LoadInterceptor
 from tgis.router.api.grpc.load_service import NAME as LOAD_REPORTS
 from tgis.router.api.grpc.load_service import LoadService
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing

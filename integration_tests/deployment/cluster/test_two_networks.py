@@ -18,7 +18,7 @@ from tgis.pb import generation_pb2 as pb
 pytestmark = pytest.mark.deploy
 
 PAUSE_S = 15.0  # longer than a node may be silent
-SILENT = "tgis.launcher.remote_nodes: node 1 is lost: silent for 10 s"
+SILENT = "tgis.launcher.nodes.remote_nodes: node 1 is lost: silent for 10 s"
 
 
 @pytest.fixture(scope="module")

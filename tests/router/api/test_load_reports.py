@@ -21,9 +21,9 @@ from tgis.pb import orca_pb2
 from tgis.pb.orca_pb2_grpc import OpenRcaServiceStub, add_OpenRcaServiceServicer_to_server
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.grpc import load_service
-from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
 from tgis.router.api.grpc.health import Health
-from tgis.router.api.grpc.load_interceptor import LoadInterceptor
+from tgis.router.api.grpc.interceptors.error_interceptor import ErrorInterceptor
+from tgis.router.api.grpc.interceptors.load_interceptor import LoadInterceptor
 from tgis.router.api.grpc.load_service import LoadService
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.slow_clients import SlowClients

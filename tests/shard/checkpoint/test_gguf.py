@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.support.shard.checkpoints import write_llama
 from tests.support.shard.gguf_writer import add_tokens, write_gguf
 from tgis.cli.models import convert_to_safetensors
-from tgis.shard.checkpoint.gguf_checkpoint import GgufCheckpoint
+from tgis.shard.checkpoint.gguf.checkpoint import GgufCheckpoint
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.tensor_files.gguf_types import TYPES
 

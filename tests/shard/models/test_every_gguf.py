@@ -18,7 +18,7 @@ from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import serve
 from tgis.convert.gguf.architectures import ARCHITECTURES
 from tgis.convert.gguf.model_directory import write_model_directory
-from tgis.shard.checkpoint.gguf_codes import CODINGS
+from tgis.shard.checkpoint.gguf.codes import CODINGS
 from tgis.shard.kernels.cpu.ops import CpuKernels
 
 DETAILS = {"logprobs": True, "ranks": True}

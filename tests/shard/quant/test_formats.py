@@ -24,8 +24,9 @@ from tgis.shard.kernels.cpu.ops import CpuKernels
 from tgis.shard.layers.ops import Product
 from tgis.shard.models import registry, skeleton
 from tgis.shard.quant.registry import FORMATS
-from tgis.shard.startup import engine_choice, quantize_check
+from tgis.shard.startup import engine_choice
 from tgis.shard.startup.cpu_platform import ON_CPU
+from tgis.shard.startup.quantize import check as quantize_check
 
 # Together these stack, transpose, group, use entries of experts, and use the first of several names.
 QUICK = {"llama_grouped_queries": 1, "gpt2": 2, "granitemoe": 2, "falcon_40b": 1, "t5": 2}

@@ -33,7 +33,7 @@ from tgis.convert.gguf.files import open_gguf
 from tgis.convert.gguf.model_directory import write_model_directory
 from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
 from tgis.convert.gguf.tokenizer import GgufVocabulary, make_tokenizer
-from tgis.shard.checkpoint.gguf_checkpoint import GgufCheckpoint
+from tgis.shard.checkpoint.gguf.checkpoint import GgufCheckpoint
 from tgis.shard.quantize.gguf import tensors
 from tgis.shard.quantize.gguf.metadata import WRITTEN
 from tgis.shard.quantize.gguf.output import write_gguf

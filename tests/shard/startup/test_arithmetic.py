@@ -22,10 +22,11 @@ from tgis.shard.kernels.cpu.ops import BfloatKernels
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.startup import engine_choice, quantize_check
+from tgis.shard.startup import engine_choice
 from tgis.shard.startup.cpu_platform import ON_CPU, on_cpu
 from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup.quantize import check as quantize_check
 
 TOLERANCE = 0.01  # mean difference of log-probabilities for models this small and random
 SAID = "matrix products and attention multiply in bfloat16 and accumulate in float32"

@@ -21,10 +21,10 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub, add_GenerationSer
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.fmaas.servicer import GenerationServicer
-from tgis.router.api.grpc.auth_interceptor import AuthInterceptor
-from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
-from tgis.router.api.grpc.gateway_interceptor import GatewayInterceptor
-from tgis.router.api.grpc.load_interceptor import LoadInterceptor
+from tgis.router.api.grpc.interceptors.auth_interceptor import AuthInterceptor
+from tgis.router.api.grpc.interceptors.error_interceptor import ErrorInterceptor
+from tgis.router.api.grpc.interceptors.gateway_interceptor import GatewayInterceptor
+from tgis.router.api.grpc.interceptors.load_interceptor import LoadInterceptor
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.slow_clients import SlowClients

@@ -16,7 +16,7 @@ from tests.support.router.model_of_contents import Library
 from tests.support.router.served_grpc import LIMITS, NO_RULES, RecordingHandle
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
-from tgis.net.http_server import serve_listener
+from tgis.net.http.server import serve_listener
 from tgis.pb import shard_pb2
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens

@@ -4,7 +4,7 @@ import resource
 from typing import NamedTuple
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_routes import PROBE_LIMITS
+from tgis.net.http.routes import PROBE_LIMITS
 
 MAX_GRPC = 4096
 RESERVED = 256  # files for everything but connections to an API: probes, shards, the tokenizer, logs

@@ -12,7 +12,7 @@ from torch import Tensor
 from tgis.convert.atomic_write import ConversionError, move_files, staging_directory
 from tgis.convert.gguf.model_directory import CONFIG, write_settings
 from tgis.errors import first_line
-from tgis.shard.checkpoint.gguf_checkpoint import GgufCheckpoint
+from tgis.shard.checkpoint.gguf.checkpoint import GgufCheckpoint
 from tgis.shard.checkpoint.tensors import DTYPES
 
 FILE_BYTES = 4 << 30

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tgis.shard.checkpoint.codes import CodeLayout
-from tgis.shard.checkpoint.gguf_checkpoint import GgufCheckpoint
-from tgis.shard.checkpoint.gguf_codes import CODINGS
-from tgis.shard.checkpoint.gguf_tensor import PLAIN_TYPES
+from tgis.shard.checkpoint.gguf.checkpoint import GgufCheckpoint
+from tgis.shard.checkpoint.gguf.codes import CODINGS
+from tgis.shard.checkpoint.gguf.tensor import PLAIN_TYPES
 from tgis.shard.checkpoint.opening import is_gguf, list_gguf
 from tgis.tensor_files.gguf_types import TYPES, GgufType
 

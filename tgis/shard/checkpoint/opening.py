@@ -7,7 +7,7 @@ from typing import Protocol
 from tgis.hub.gguf_files import SUFFIX
 from tgis.shard.checkpoint.files import PICKLES, SAFETENSORS, Checkpoint, has_headers
 from tgis.shard.checkpoint.format import Format, Tensors
-from tgis.shard.checkpoint.gguf_checkpoint import GgufCheckpoint
+from tgis.shard.checkpoint.gguf.checkpoint import GgufCheckpoint
 from tgis.shard.checkpoint.progress import LoadProgress
 from tgis.shard.checkpoint.tensors import StoredTensor
 

@@ -32,13 +32,15 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
-from tgis.shard.startup import choose_platform, engine_choice, memory_plan, quantize_check, quantize_probe
+from tgis.shard.startup import choose_platform, engine_choice, memory_plan
 from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.cache_type import CacheType, choose_cache_type
 from tgis.shard.startup.engine_choice import Choice
 from tgis.shard.startup.memory_plan import GIB, Demand, MemoryBudget
 from tgis.shard.startup.platform import Platform, RunnerParts, configure_torch
-from tgis.shard.startup.quantize_probe import Probe
+from tgis.shard.startup.quantize import check as quantize_check
+from tgis.shard.startup.quantize import probe as quantize_probe
+from tgis.shard.startup.quantize.probe import Probe
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from tests.support.router.router_process import Setup, router_command
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.network import PortOptions
 from tgis.net.ports import reserve
-from tgis.router.api.grpc.auth_interceptor import warn_if_unprotected
+from tgis.router.api.grpc.interceptors.auth_interceptor import warn_if_unprotected
 
 WARNING = "may call the gRPC port"
 NOT_ENCRYPTED = "which is not encrypted"

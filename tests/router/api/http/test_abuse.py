@@ -29,7 +29,7 @@ from tests.support.router.http_port import get
 from tests.support.router.messages import batch
 from tests.support.router.router_process import Setup, start_router, stop_router
 from tests.support.router.router_usage import RouterProcesses
-from tgis.net.connection_limits import PATIENCE_S
+from tgis.net.http.connection_limits import PATIENCE_S
 from tgis.pb import generation_pb2 as pb
 
 LIMIT = 1 << 20  # maximum bytes of a body

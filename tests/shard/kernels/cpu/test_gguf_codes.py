@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.support.shard.gguf_writer import make_blocks
 from tests.support.shard.products import check_replay
 from tgis.shard.checkpoint.codes import Codes
-from tgis.shard.checkpoint.gguf_codes import CODINGS
-from tgis.shard.checkpoint.gguf_tensor import GgufTensor
+from tgis.shard.checkpoint.gguf.codes import CODINGS
+from tgis.shard.checkpoint.gguf.tensor import GgufTensor
 from tgis.shard.checkpoint.tensors import Sliced
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from starlette.routing import Route
 
-from tgis.net.http_routes import LimitedRoute
+from tgis.net.http.routes import LimitedRoute
 from tgis.router.api.http.errors import ErrorForm
 from tgis.router.api.http.openapi import ErrorTexts, Operation
 from tgis.router.requests.api_rules import ApiRules

@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_routes import PROBE_LIMITS, LimitedRoute
+from tgis.net.http.routes import PROBE_LIMITS, LimitedRoute
 from tgis.router.api.openai.openapi import PATH as DESCRIPTION
 from tgis.router.api.openai.playground.page import PATH as PLAYGROUND
 from tgis.router.api.openai.playground.page import playground_route

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tgis.net.slow_readers import SlowReadError
+from tgis.net.http.slow_readers import SlowReadError
 from tgis.router.api.http.answers.event_stream import COMMENT, EventStream
 from tgis.router.errors import SlowClientError
 

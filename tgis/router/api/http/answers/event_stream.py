@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from tgis.net.slow_readers import SlowReadError
+from tgis.net.http.slow_readers import SlowReadError
 from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.errors import SlowClientError
 

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgis.config.processes import RouterConfig
 from tgis.log_limits import KIND
-from tgis.net.answer import Answer
-from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
-from tgis.net.slow_readers import SlowReadError
+from tgis.net.http.answer import Answer
+from tgis.net.http.routes import PROBE_LIMITS, LimitedApp, RouteLimits
+from tgis.net.http.slow_readers import SlowReadError
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
 from tgis.router.api.http.answers.event_stream import BODY

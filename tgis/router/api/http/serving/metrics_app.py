@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tgis.net.http_server import METRICS_TYPE, health_routes
+from tgis.net.http.server import METRICS_TYPE, health_routes
 from tgis.router.metrics.scrape import Render
 
 SPACING_S = 0.05  # minimum time between two renderings of the metrics; each takes milliseconds

@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from starlette.routing import Route
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, LimitedRoute, RouteLimits
-from tgis.net.http_server import serve_http, serve_listener
+from tgis.net.http.routes import PROBE_LIMITS, LimitedApp, LimitedRoute, RouteLimits
+from tgis.net.http.server import serve_http, serve_listener
 from tgis.net.ports import reserve
 from tgis.net.tls import Certificates
 from tgis.process.memory_release import MemoryRelease

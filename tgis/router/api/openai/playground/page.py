@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_routes import PROBE_LIMITS, LimitedRoute
+from tgis.net.http.routes import PROBE_LIMITS, LimitedRoute
 from tgis.router.api.http.errors import HttpError
 from tgis.router.api.openai.errors import OPENAI_ERRORS
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
-from tgis.shard.checkpoint.gguf_codes import CODINGS
+from tgis.shard.checkpoint.gguf.codes import CODINGS
 from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, StackedRows, Stored, WeightsError
 from tgis.tensor_files.gguf_types import GgufType
 

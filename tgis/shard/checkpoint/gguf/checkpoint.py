@@ -15,7 +15,7 @@ from tgis.convert.gguf.files import FileTensorPlace, open_gguf
 from tgis.convert.gguf.tensor_names import GgufSource, list_sources
 from tgis.errors import OperatorError
 from tgis.shard.checkpoint.format import Format
-from tgis.shard.checkpoint.gguf_tensor import Bytes, GgufStack, GgufTensor
+from tgis.shard.checkpoint.gguf.tensor import Bytes, GgufStack, GgufTensor
 from tgis.shard.checkpoint.progress import LoadProgress
 from tgis.shard.checkpoint.tensors import (
     FileTensor,

@@ -21,7 +21,7 @@ from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.models.streamed import score_prompt
 from tgis.shard.quant.registry import SCHEMES
 from tgis.shard.startup.load import load
-from tgis.shard.startup.quantize_probe import USUAL, open_probe
+from tgis.shard.startup.quantize.probe import USUAL, open_probe
 
 VOCAB_SIZE = 400
 IDS = list(range(5, 40))

@@ -15,10 +15,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import Server, ServerState
 
-from tgis.net import uvicorn_internals
-from tgis.net.joined_writes import JoinedWrites
-from tgis.net.slow_readers import Flow
-from tgis.net.uvicorn_internals import HttpConnection
+from tgis.net.http import uvicorn_internals
+from tgis.net.http.joined_writes import JoinedWrites
+from tgis.net.http.slow_readers import Flow
+from tgis.net.http.uvicorn_internals import HttpConnection
 
 FILE = Path(uvicorn_internals.__file__)
 MOVED = f"uvicorn {version('uvicorn')} is not what tgis/net/{FILE.name} was checked with"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from tgis.launcher.child_configs import Start
-from tgis.launcher.local_node import run_unless_ended
-from tgis.launcher.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError, Message
+from tgis.launcher.nodes.local_node import run_unless_ended
+from tgis.launcher.nodes.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError, Message
 from tgis.launcher.plan import LaunchError
 from tgis.net.addresses import AddressError, TcpAddress, parse
 from tgis.net.tls import Certificates

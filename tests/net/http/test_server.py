@@ -13,9 +13,9 @@ from starlette.routing import Route
 
 from tgis.config.option import LARGEST
 from tgis.config.processes import RouterConfig
-from tgis.net import uvicorn_internals
-from tgis.net.http_routes import LimitedRoute, RouteLimits
-from tgis.net.http_server import serve_http
+from tgis.net.http import uvicorn_internals
+from tgis.net.http.routes import LimitedRoute, RouteLimits
+from tgis.net.http.server import serve_http
 
 LIMIT_S = 0.2
 FEW = RouteLimits(LIMIT_S, 2)

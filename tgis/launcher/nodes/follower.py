@@ -8,8 +8,8 @@ from typing import NoReturn
 
 from tgis.config.processes import LauncherConfig
 from tgis.launcher.child_configs import ChildConfigs, Start, line_fields
-from tgis.launcher.local_node import LocalNode, ShardEndedError
-from tgis.launcher.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError
+from tgis.launcher.nodes.local_node import LocalNode, ShardEndedError
+from tgis.launcher.nodes.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError
 from tgis.launcher.plan import LaunchError, Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_health import serve_health

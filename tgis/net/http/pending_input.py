@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from http import HTTPStatus
 
-from tgis.net.http_routes import has_path
+from tgis.net.http.routes import has_path
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_FRAMING = 8  # maximum framing bytes per byte of a chunked body

@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tgis.config.network import PortOptions
-from tgis.net.connection_limits import ConnectionOptions
-from tgis.net.http_routes import PROBE_LIMITS, RouteLimits
+from tgis.net.http.connection_limits import ConnectionOptions
+from tgis.net.http.routes import PROBE_LIMITS, RouteLimits
+from tgis.net.http.uvicorn_internals import run_server
 from tgis.net.ports import listen
 from tgis.net.tls import Certificates
-from tgis.net.uvicorn_internals import run_server
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `/metrics`
 

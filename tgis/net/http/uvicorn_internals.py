@@ -8,8 +8,8 @@ compares servers. Private parts in use:
 - `RequestResponseCycle`: the state of a response, which is read and set while the app sends it.
 - `Server`: `capture_signals` is overridden; `server_state.connections`.
 
-If a version changes these, requests fail or have no limits. tests/net/test_uvicorn_internals.py says what has
-changed. Compare this file with a new version before pyproject.toml permits it."""
+If a version changes these, requests fail or have no limits. tests/net/http/test_uvicorn_internals.py
+says what has changed. Compare this file with a new version before pyproject.toml permits it."""
 
 import asyncio
 import contextlib
@@ -29,13 +29,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tgis.log_limits import KIND
-from tgis.net.answer import Answer
-from tgis.net.connection_limits import ConnectionGroups, ConnectionLimits, ConnectionOptions
-from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, find_route
-from tgis.net.joined_writes import JoinedWrites
-from tgis.net.pending_input import PendingInput, RefusedRequestError, RequestSize, check_head
+from tgis.net.http.answer import Answer
+from tgis.net.http.connection_limits import ConnectionGroups, ConnectionLimits, ConnectionOptions
+from tgis.net.http.joined_writes import JoinedWrites
+from tgis.net.http.pending_input import PendingInput, RefusedRequestError, RequestSize, check_head
+from tgis.net.http.routes import PROBE_LIMITS, LimitedApp, find_route
+from tgis.net.http.slow_readers import Flow, SlowReadError
 from tgis.net.ports import watch_peer
-from tgis.net.slow_readers import Flow, SlowReadError
 from tgis.net.tls import client_name
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Protocol
 
-from tgis.net.http_routes import PROBE_LIMITS, RouteLimits
+from tgis.net.http.routes import PROBE_LIMITS, RouteLimits
 
 MAX_BURST = 128  # simultaneous new connections allowed above a limit
 PATIENCE_S = 1.0  # time for a request to arrive before another request may replace it

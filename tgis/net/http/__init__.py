@@ -1,0 +1,1 @@
+"""Serves HTTP ports with limits on time, size and number of connections."""

@@ -1,0 +1,1 @@
+"""Interceptors of all gRPC calls."""

@@ -1,0 +1,1 @@
+"""Checks of `--quantize` at the start of a shard."""
