@@ -154,7 +154,7 @@ async def test_over_http_each_token_comes_at_once_too(tmp_path: Path) -> None:
         async with openai.AsyncOpenAI(api_key="none", base_url=f"{served.url}/v1", max_retries=0) as client:
             extra = {"return_token_ids": True, "ignore_eos": True}
             stream = await client.completions.create(
-                model=MODEL, prompt="girl", max_tokens=LENGTH, stream=True, extra_body=extra
+                model=MODEL, prompt="girl", max_tokens=LENGTH, temperature=0, stream=True, extra_body=extra
             )
             parts = aiter(stream)
             await anext(parts)

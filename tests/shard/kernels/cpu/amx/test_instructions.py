@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from llvmlite import binding
 
 from tgis.shard.kernels.cpu.amx import instructions, permission
 from tgis.shard.kernels.cpu.amx.inner_loop import write_shapes
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, operands
 
 BUILD = """
 import sys
@@ -30,9 +32,17 @@ for name, kernel in (("bf16", MULTIPLY_TILES), ("int8", MULTIPLY_INT8_TILES)):
 FEATURES = ("amx-tile", "amx-bf16", "amx-int8", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")
 
 
+def _write_shapes(args: Any) -> None:
+    address, rows, depth = operands(args, 1, 3)
+    write_shapes(address, rows, depth)
+
+
+WRITE_SHAPES = Kernel(_write_shapes)
+
+
 def read_shapes(rows: int, depth: int) -> tuple[list[int], list[int]]:
     memory = np.full(64, 0xEE, np.uint8)
-    write_shapes(memory.ctypes.data, rows, depth)
+    WRITE_SHAPES(memory.ctypes.data, rows, depth)
     palette, start_row, reserved, *numbers = struct.unpack("<BB14s16H16B", memory.tobytes())
     assert (palette, start_row, reserved) == (1, 0, bytes(14))
     widths, heights = numbers[:16], numbers[16:]

@@ -191,8 +191,9 @@ def ordered(function: Function) -> Function:
 
 
 def _for_kernels(function: Function, fastmath: set[str]) -> Function:
-    """Compile a function that only compiled code calls. Without the wrappers for Python and C, each of which
-    contains the function once more, kernels compile a sixth faster."""
+    """Compile a function that only compiled code may call; a call from Python ends the process. Without the
+    wrappers for Python and C, each of which contains the function once more, kernels compile a sixth
+    faster."""
     options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     compiled: Function = numba.njit(fastmath=fastmath, **options)(function)
     return compiled
