@@ -191,6 +191,7 @@ async def test_an_address_that_cannot_be_opened_is_refused() -> None:
     first.close()
 
 
+@pytest.mark.slow
 async def test_any_number_of_replay_requests_leaves_time_for_the_engine() -> None:
     """The client reads no answer. Without a limit, its requests would occupy one turn of the event loop."""
     port = free_ports()
@@ -199,7 +200,7 @@ async def test_any_number_of_replay_requests_leaves_time_for_the_engine() -> Non
     for name in range(1, 300):
         publisher._publish(CacheChanges(False, (StoredBlock(name, None, (name, name), ""),), ()))
     with client(zmq.DEALER, replay) as requester:
-        for _ in range(200):
+        for _ in range(1000):
             requester.send_multipart([b"", bytes(8)])
         requester.send_multipart([b"", bytes(MAX_RECEIVED_BYTES + 1)])  # it ends the connection
         await asyncio.to_thread(requester.poll, TIMEOUT_MS)
