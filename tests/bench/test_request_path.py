@@ -2,7 +2,7 @@
 
 from bench.request_path import is_counted, record
 
-MAX_FILES = 29
+MAX_FILES = 26
 MUST_RUN = {
     "api/fmaas/servicer.py",
     "api/service.py",

@@ -109,7 +109,8 @@ class Claims:
     ) -> Claim:
         """Reserve concurrency for a call. With `is_again`, ignore all limits, because a lost engine process
         has already admitted the call. Raises OverloadedError."""
-        use = self._tenants.check(limits, count)
+        _, *maxima = limits
+        use = self._tenants.check(limits, count) if any(maxima) else None  # most tenants have no limit
         with ExitStack() as resources:
             resources.enter_context(self._concurrency[work].acquire(count, is_again))
             if use is not None:

@@ -65,7 +65,9 @@ class Engine:
         self._on_ready = on_ready
         self._step_metrics = StepMetrics(self.scheduler, metrics)
         self._token_timeouts = TokenTimeouts(*token_timeouts, self._fail)
-        self._queue_timeout = QueueTimeout(max_queue_time, self._refuse_late)
+        self._queue_timeout = (
+            None if max_queue_time is None else QueueTimeout(max_queue_time, self._refuse_late)
+        )
         self._live: dict[Sequence, LiveRequest] = {}
         self.cache_recorder = CacheRecorder(lambda: self.scheduler.pool)
         self._connected = self._given_up = self._fill_is_due = False
@@ -133,7 +135,8 @@ class Engine:
             delay = deadline - time.monotonic()
             live.expiry = asyncio.get_running_loop().call_later(max(delay, 0.0), self._expire, live)
         self._token_timeouts.watch(live)
-        self._queue_timeout.watch(live)
+        if self._queue_timeout is not None:
+            self._queue_timeout.watch(live)
         self._fill_soon()
 
     def _fill_soon(self) -> None:
@@ -164,7 +167,8 @@ class Engine:
             live.call_start.is_done = True
             times.num_cached = live.sequence.num_computed_inputs
             self._metrics.request_queue_duration.observe(times.started_at - times.accepted_at)
-            self._queue_timeout.forget(live)
+            if live.queue_timer is not None:
+                live.queue_timer.cancel()
             live.events.begin(times)
 
     def _apply(self, answer: StepAnswer) -> None:
@@ -248,7 +252,8 @@ class Engine:
         if live.expiry is not None:
             live.expiry.cancel()
         self._token_timeouts.forget(live)
-        self._queue_timeout.forget(live)
+        if live.queue_timer is not None:
+            live.queue_timer.cancel()
         self.scheduler.finish(live.sequence)
         self._fill_soon()
 

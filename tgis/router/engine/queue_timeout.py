@@ -12,25 +12,18 @@ from tgis.router.events import TimedOut
 class QueueTimeout:
     """Timers of the requests that have not started yet, one for each."""
 
-    def __init__(self, limit_s: float | None, on_late: Callable[[LiveRequest, TimedOut], None]) -> None:
-        """`on_late` must end the request. None means no limit."""
+    def __init__(self, limit_s: float, on_late: Callable[[LiveRequest, TimedOut], None]) -> None:
+        """`on_late` must end the request."""
         self._limit_s = limit_s
         self._on_late = on_late
 
     def watch(self, live: LiveRequest) -> None:
         """Set the timer of an accepted request, unless its call started, possibly in an earlier engine
         process."""
-        if self._limit_s is not None and not live.call_start.is_done:
-            delay_s = max(live.times.accepted_at + self._limit_s - time.monotonic(), 0.0)
-            loop = asyncio.get_running_loop()
-            live.queue_timer = loop.call_later(delay_s, self._check, live, self._limit_s)
-
-    def forget(self, live: LiveRequest) -> None:
-        if live.queue_timer is not None:
-            live.queue_timer.cancel()
-            live.queue_timer = None
-
-    def _check(self, live: LiveRequest, limit_s: float) -> None:
-        live.queue_timer = None
         if not live.call_start.is_done:
-            self._on_late(live, TimedOut(limit_s, is_first=True, is_queued=True))
+            delay_s = max(live.times.accepted_at + self._limit_s - time.monotonic(), 0.0)
+            live.queue_timer = asyncio.get_running_loop().call_later(delay_s, self._check, live)
+
+    def _check(self, live: LiveRequest) -> None:
+        if not live.call_start.is_done:
+            self._on_late(live, TimedOut(self._limit_s, is_first=True, is_queued=True))

@@ -4,8 +4,8 @@ one prefill batch and its decode rows as one next_token batch, so a step with bo
 import time
 from collections import deque
 
-from tgis.router.engine.token_rate import TokenRate
 from tgis.router.metrics.metrics import MAKEUP, Metrics
+from tgis.router.metrics.token_rate import TokenRate
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.step import Step
 from tgis.router.shards.codec import StepAnswer

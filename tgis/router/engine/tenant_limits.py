@@ -119,11 +119,8 @@ class TenantLimiter:
         self._uses: dict[str, TenantUse] = {}
         self._max_uses = MIN_PRUNED
 
-    def check(self, limits: TenantLimits, count: int) -> TenantUse | None:
-        """Return the use of a tenant that sends `count` requests, or None if it has no limit. Raises
-        TenantLimitError."""
-        if limits[1:] == NO_LIMITS[1:]:
-            return None
+    def check(self, limits: TenantLimits, count: int) -> TenantUse:
+        """Return the use of a tenant that sends `count` requests. Raises TenantLimitError."""
         now = time.monotonic()
         use = self._uses.get(limits.tenant)
         if use is None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tgis.router.engine.token_rate import TokenRate
+from tgis.router.metrics.token_rate import TokenRate
 
 
 def test_a_steady_rate_is_measured_and_forgotten_after_ten_idle_seconds() -> None:
