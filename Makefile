@@ -109,8 +109,8 @@ test-all: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run all tests, 
 
 deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed $(VENV)-gateway/installed  ## Test deployment/; needs kubectl, npm and apt; MARKS='deploy and not slow'
 	scripts/fetch_prometheus.sh
-	scripts/fetch_systemd.sh
-	scripts/fetch_haproxy.sh
+	scripts/fetch_debian.sh systemd systemd-analyze
+	scripts/fetch_debian.sh haproxy haproxy
 	PATH="$(abspath $(BIN)):$(abspath $(VENV)-deploy/bin):$(abspath $(VENV)-gateway/bin):$$PATH" \
 		$(BIN)/pytest -m "$(MARKS)" $(SPREAD) integration_tests/deployment
 

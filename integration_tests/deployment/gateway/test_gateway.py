@@ -122,7 +122,7 @@ def find_haproxy() -> tuple[str, dict[str, str]]:
         return installed, {}
     unpacked = UNPACKED / "usr" / "sbin" / "haproxy"
     if not unpacked.exists():
-        pytest.skip("NOT CHECKED, no haproxy (scripts/fetch_haproxy.sh): mutual TLS of the gateway")
+        pytest.skip("NOT CHECKED, no haproxy (scripts/fetch_debian.sh): mutual TLS of the gateway")
     libraries = [*UNPACKED.glob("usr/lib/*-linux-gnu"), *UNPACKED.glob("lib/*-linux-gnu")]
     return str(unpacked), {"LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries))}
 

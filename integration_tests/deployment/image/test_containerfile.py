@@ -122,7 +122,7 @@ def test_scripts_are_plain_shell() -> None:
     shellcheck = shutil.which("shellcheck") or pytest.skip(
         "shellcheck is not installed: make deploy-check installs it"
     )
-    scripts = ["deployment/build.sh", "scripts/image_root.sh", "scripts/lock.sh"]
-    scripts += ["scripts/fetch_haproxy.sh", "scripts/fetch_systemd.sh"]
+    names = ("fetch_debian.sh", "image_root.sh", "lock.sh")
+    scripts = ["deployment/build.sh", *(f"scripts/{name}" for name in names)]
     checked = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout

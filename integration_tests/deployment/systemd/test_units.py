@@ -49,7 +49,7 @@ def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         program = str(FETCHED / "usr/bin/systemd-analyze")
         if not Path(program).is_file():
             pytest.skip(
-                "NOTICE: systemd-analyze is missing (scripts/fetch_systemd.sh): the unit is not checked"
+                "NOTICE: systemd-analyze is missing (scripts/fetch_debian.sh): the unit is not checked"
             )
         machine = f"{os.uname().machine}-linux-gnu"
         places = [
