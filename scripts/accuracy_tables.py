@@ -46,7 +46,7 @@ def replace_tables(page: str, results: list[Result]) -> str:
         "summary": lambda: _make_summary(results),
         "tokens": lambda: _describe_tokens(results),
     }
-    return BLOCK.sub(lambda found: f"{found[1]}\n{makers[found[2]]()}\n\n{found[3]}", page)
+    return BLOCK.sub(lambda match: f"{match[1]}\n{makers[match[2]]()}\n\n{match[3]}", page)
 
 
 def _make_full(table: str, results: list[Result]) -> str:
@@ -56,9 +56,9 @@ def _make_full(table: str, results: list[Result]) -> str:
     by_key = {(each.model, each.variant): each for each in results if each.weights == "original"}
     rows = []
     for variant in VARIANTS:
-        found = [by_key.get((model, variant.name)) for model in TITLES]
-        if variant.table == table and any(found):
-            rows.append([variant.label, *(cell for each in found for cell in _format(each))])
+        by_model = [by_key.get((model, variant.name)) for model in TITLES]
+        if variant.table == table and any(by_model):
+            rows.append([variant.label, *(cell for each in by_model for cell in _format(each))])
     return _format_table(head, rows)
 
 
@@ -82,9 +82,9 @@ def _make_noised(results: list[Result]) -> str:
     by_key = {(each.model, each.weights, each.variant): each for each in results}
     rows = []
     for variant in VARIANTS:
-        found = [by_key.get((model, kind, variant.name)) for model in TITLES for kind in kinds]
-        if any(each is not None and each.weights == "noised" for each in found):
-            rows.append([variant.label, *map(_format_ratio, found)])
+        cells = [by_key.get((model, kind, variant.name)) for model in TITLES for kind in kinds]
+        if any(each is not None and each.weights == "noised" for each in cells):
+            rows.append([variant.label, *map(_format_ratio, cells)])
     return _format_table(head, rows)
 
 
@@ -94,9 +94,9 @@ def _make_summary(results: list[Result]) -> str:
     labels = {variant.name: variant.label for variant in VARIANTS}
     rows = []
     for name in SUMMARY:
-        found = [by_key.get((model, name)) for model in TITLES]
-        if any(found):
-            rows.append([labels[name], *map(_format_ratio, found)])
+        by_model = [by_key.get((model, name)) for model in TITLES]
+        if any(by_model):
+            rows.append([labels[name], *map(_format_ratio, by_model)])
     return _format_table(head, rows)
 
 

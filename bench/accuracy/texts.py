@@ -19,7 +19,7 @@ def read_windows() -> list[str]:
 
 
 def digest(windows: list[str]) -> str:
-    """Return what tells versions of the texts apart."""
+    """Return a digest that differs between versions of the texts."""
     return sha256("\0".join(windows).encode()).hexdigest()[:16]
 
 

@@ -174,8 +174,8 @@ def _check_kv_events(values: Mapping[str, Any]) -> None:
 
 def _is_zmq_address(text: str) -> bool:
     """Return True for an address with a valid port; ZMQ would use a port modulo 65536."""
-    found = ZMQ_ADDRESS.fullmatch(text)
-    return found is not None and 0 < int(found[1] or MAX_PORT) <= MAX_PORT
+    match = ZMQ_ADDRESS.fullmatch(text)
+    return match is not None and 0 < int(match[1] or MAX_PORT) <= MAX_PORT
 
 
 def _check_names(option: str, names: Sequence[str], allowed: Sequence[str]) -> None:

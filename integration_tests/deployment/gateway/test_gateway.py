@@ -49,8 +49,8 @@ def run(command: list[str], log: Path, **env: str) -> Iterator[None]:
 def list_arguments(directory: str, changes: Mapping[str, str]) -> list[str]:
     """Return the arguments of the rendered gateway on loopback, with some of them replaced."""
     own = {"--host": "127.0.0.1", "--prometheus-port": str(free_ports()), **changes}
-    found: list[Object] = [one for one in objects_of(directory) if one["kind"] == "Deployment"]
-    [container] = found[0]["spec"]["template"]["spec"]["containers"]
+    deployments: list[Object] = [one for one in objects_of(directory) if one["kind"] == "Deployment"]
+    [container] = deployments[0]["spec"]["template"]["spec"]["containers"]
     words = [re.sub(r"\$\((\w+)\)", lambda match: KEYS[match[1]], word) for word in container["args"]]
     return [own.get(word) or _replace(word, own) for word in words]
 

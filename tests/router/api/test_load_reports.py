@@ -131,8 +131,8 @@ async def test_trailing_metadata_have_the_values_of_the_metrics(served: ServedGr
     await long.read()
     await long.read()
     metadata = [(ASK, "JSON")]
-    found = await trailers(served.stub.Tokenize(TOKENIZE, metadata=metadata))
-    named = read_json(str(found["endpoint-load-metrics"]))
+    trailing = await trailers(served.stub.Tokenize(TOKENIZE, metadata=metadata))
+    named = read_json(str(trailing["endpoint-load-metrics"]))
     assert (named["num_requests_running"], named["num_requests_waiting"]) == (1, 0)
     assert 0 < named["kv_cache_usage_perc"] <= served.scene.metrics.kv_cache_usage.value()
     while await long.read() is not grpc.aio.EOF:
@@ -149,9 +149,9 @@ async def test_calls_and_streams_have_both_kinds_of_trailing_metadata(
         served.stub.Generate(batch("a", stopping=stopping(2)), metadata=metadata),
         served.stub.GenerateStream(single("a", stopping=stopping(2)), metadata=metadata),
     ):
-        found = await trailers(call)
-        assert set(read(str(found["endpoint-load-metrics"]))) == NAMES
-        assert found["tgis-generated-tokens"] == "2"
+        trailing = await trailers(call)
+        assert set(read(str(trailing["endpoint-load-metrics"]))) == NAMES
+        assert trailing["tgis-generated-tokens"] == "2"
 
 
 async def test_only_successful_calls_that_ask_have_reports(served: ServedGrpc) -> None:

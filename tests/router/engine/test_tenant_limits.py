@@ -66,7 +66,6 @@ def test_unused_tenants_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
             except TenantLimitError:
                 assert limits is busy
             else:
-                assert use is not None
                 assert use.requests is not None
                 use.requests.use(1)
     assert len(limiter._uses) <= 2 * MIN_PRUNED

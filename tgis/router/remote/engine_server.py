@@ -93,8 +93,8 @@ class EngineServer:
 
     def abort(self, message: wire.AskAbort, asker: "_WorkerConnection") -> None:
         """Let all other workers abort calls, and answer whether they have any."""
-        found = [each.abort(message.name) for each in self._connections if each is not asker]
-        asker.channel.send(wire.AbortAsked(message.claim_id, any(found)))
+        are_aborted = [each.abort(message.name) for each in self._connections if each is not asker]
+        asker.channel.send(wire.AbortAsked(message.claim_id, any(are_aborted)))
 
     def take_gauges(self, message: wire.OwnGauges) -> None:
         self._gauges.take(message)
