@@ -71,17 +71,25 @@ def randomise(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in name or "ln_" in name else 0.0
             parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
 
 
 def write_model(directory: Path, config: transformers.PretrainedConfig) -> None:
     """Write a model with random float32 weights."""
-    kind = (
-        transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    )
     torch.manual_seed(0)
-    model = kind.from_config(config, dtype=torch.float32)
+    model = find_auto_class(config).from_config(config, dtype=torch.float32)
     randomise(model)
     model.save_pretrained(directory)
+
+
+def find_auto_class(config: transformers.PretrainedConfig) -> Any:
+    """Return the class of transformers that makes and loads a model that generates text."""
+    if config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
+    has_images = config.model_type in ("mistral3", "llama4")
+    return transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
 
 
 def edit_config(directory: Path, config: dict[str, Any]) -> None:

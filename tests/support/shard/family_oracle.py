@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from tests.support.greedy import count_certain, generate
+from tests.support.shard.checkpoints import find_auto_class
 from tests.support.shard.driver import Request
 
 NEW_TOKENS = 8
@@ -40,12 +41,10 @@ class Oracle:
 
 def load_model(directory: Path, config: transformers.PretrainedConfig) -> Any:
     """Load a model in transformers, to be run step by step."""
-    is_causal = not config.is_encoder_decoder
-    kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
     # When run step by step, Falcon would add ALiBi twice.
     implementation = "sdpa" if config.model_type == "falcon" else "eager"
     options = {"dtype": torch.float32, "attn_implementation": implementation}
-    model = kind.from_pretrained(directory, **options).eval()
+    model = find_auto_class(config).from_pretrained(directory, **options).eval()
     settings = model.generation_config
     # Some models force tokens, which a server must not do.
     settings.eos_token_id = settings.forced_bos_token_id = settings.forced_eos_token_id = None

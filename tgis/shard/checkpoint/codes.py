@@ -2,7 +2,7 @@
 weights at load time produces it, and each platform packs it for its matrix products."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -98,6 +98,22 @@ def join_rows(parts: Sequence[Codes]) -> Codes:
         first.group_of,
         _join([part.offsets for part in parts]),
         _join([part.factors for part in parts]),
+    )
+
+
+def take_rows(codes: Codes, rows: Tensor) -> Codes:
+    """Return these rows, int64 [n], in this order."""
+
+    def take(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.index_select(0, rows)
+
+    return replace(
+        codes,
+        values=codes.values.index_select(0, rows),
+        scales=codes.scales.index_select(0, rows),
+        zeros=take(codes.zeros),
+        offsets=take(codes.offsets),
+        factors=take(codes.factors),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tgis.errors import OperatorError
-from tgis.shard.checkpoint.codes import CodeLayout, Codes, join_rows
+from tgis.shard.checkpoint.codes import CodeLayout, Codes, join_rows, take_rows
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,35 @@ class Sliced:
         """Convert slices of this view to slices of the original tensor."""
         shifted = [each[part] for each, part in zip(self._ranges, parts, strict=False)]
         return [slice(each.start, each.stop) for each in shifted]
+
+
+class ReorderedRows:
+    """View of a matrix or vector with its rows in another order. Row i is row order[i] of the original."""
+
+    def __init__(self, stored: Stored, order: Tensor):
+        self._original = stored
+        self._order = order
+        self.label = stored.label
+        self.shape = stored.shape
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        covering, places = self._find(rows)
+        return self._original.read(covering, columns).index_select(0, places)
+
+    def layout(self, columns: slice = ALL) -> CodeLayout | None:
+        return self._original.layout(columns)
+
+    def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
+        covering, places = self._find(rows)
+        return take_rows(self._original.codes(covering, columns), places)
+
+    def _find(self, rows: slice) -> tuple[slice, Tensor]:
+        """Return consecutive original rows that include these rows, and their places there."""
+        order = self._order[rows]
+        if not len(order):
+            return slice(0, 0), order
+        first = int(order.min())
+        return slice(first, int(order.max()) + 1), order - first
 
 
 class StackedRows:

@@ -1,10 +1,13 @@
 """Finds checkpoint tensors by the model's module paths, and reads only the requested slices. A family's table
-maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `expert` or `first_of`."""
+maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `adjacent_pairs`, `expert`,
+`parameter` or `first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+
+import torch
 
 from tgis.shard.checkpoint.format import Format
 from tgis.shard.checkpoint.opening import OpenCheckpoint, open_checkpoint
@@ -12,6 +15,7 @@ from tgis.shard.checkpoint.provenance import ModuleRows, NumberedModules, list_r
 from tgis.shard.checkpoint.tensors import (
     ALL,
     MissingTensorError,
+    ReorderedRows,
     Sliced,
     StackedRows,
     Stored,
@@ -35,7 +39,7 @@ class StoredModules:
 
     def find(self, module: str, end: str, entry: int | None, is_transposed: bool) -> Stored:
         """Return a module's tensor, or one of its entries, in the model's orientation. `end` is "weight" or
-        "bias". Raises WeightsError."""
+        "bias", or empty if `module` is the whole name. Raises WeightsError."""
         quantized = self._open_quantized(module) if end == "weight" else None
         whole = quantized or self._fetch_plain(module, end)
         tensor: Stored = whole if entry is None else whole.entry(entry)
@@ -43,7 +47,7 @@ class StoredModules:
         # not.
         if is_transposed and not quantized:
             tensor = transpose(tensor)
-        if end == "weight":
+        if end != "bias":
             self.shapes[name_entry(module, entry)] = tensor.shape
         return tensor
 
@@ -65,7 +69,7 @@ class StoredModules:
                 yield name
 
     def _fetch_plain(self, module: str, end: str) -> StoredTensor:
-        full, other = (f"{name}.{end}" for name in self._spell(module))
+        full, other = (f"{name}.{end}" if end else name for name in self._spell(module))
         is_other = full not in self._checkpoint and other in self._checkpoint
         return self._checkpoint.fetch(other if is_other else full)
 
@@ -82,7 +86,7 @@ class Lookup:
     modules: StoredModules | NumberedModules
     layer: str
     expert: str
-    end: str  # "weight" or "bias"
+    end: str  # "weight", "bias" or empty
     is_transposed: bool = False  # the checkpoint stores matrices as [in_features, out_features]
 
     def fetch(self, name: str, entry: int | None = None) -> Stored:
@@ -131,6 +135,27 @@ def grouped(source: Source, num_groups: int, head_dim: int) -> Source:
         return StackedRows([Sliced(stored, each) for each in slices], stored.label)
 
     return find
+
+
+def adjacent_pairs(source: Source, head_dim: int) -> Source:
+    """Reorder the rows of heads in which channels that are rotated together are adjacent, so that they are
+    half a head apart."""
+
+    def find(lookup: Lookup) -> Stored:
+        stored = lookup.find(source)
+        if stored.shape[0] % head_dim:
+            raise WeightsError(
+                f"{stored.label} has shape {list(stored.shape)}, not rows of heads of {head_dim}"
+            )
+        rows = torch.arange(stored.shape[0]).view(-1, head_dim // 2, 2)
+        return ReorderedRows(stored, rows.transpose(1, 2).flatten())
+
+    return find
+
+
+def parameter(source: Source) -> Source:
+    """Use a tensor whose name in the checkpoint has no ".weight" or ".bias"."""
+    return lambda lookup: replace(lookup, end="").find(source)
 
 
 def expert(name: str) -> Source:

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from tgis.shard.layers.ops import HeadNorm, Parts
@@ -50,6 +51,12 @@ def read_head_norm(parts: Parts, path: str, head_dim: int, eps: float, kind: Nor
     """Read the RMS norm of every head of queries and keys: {path}.q_norm and {path}.k_norm."""
     q_weight, k_weight = (_read_weight(parts, f"{path}.{x}_norm", head_dim, kind) for x in "qk")
     return HeadNorm(q_weight, k_weight, eps)
+
+
+def make_bare_head_norm(parts: Parts, head_dim: int, eps: float) -> HeadNorm:
+    """Return the RMS norm of every head of queries and keys without weights."""
+    ones = torch.ones(head_dim, device=parts.kernels.device)
+    return HeadNorm(ones, ones, eps)
 
 
 def _read_weight(parts: Parts, path: str, size: int, kind: NormKind) -> Tensor:

@@ -35,6 +35,12 @@ def integer(config: Config, key: str, default: Any = None) -> int:
     return value
 
 
+def count(config: Config, key: str, default: int) -> int:
+    """Return a positive integer or 0. null means missing. Raises ConfigurationError."""
+    value = config.get(key)
+    return 0 if value == 0 and type(value) is int else integer(config, key, default)
+
+
 def number(config: Config, key: str, default: Any = None) -> float:
     """Return a positive number. null means missing. Raises ConfigurationError."""
     value = _value(config, key, default)

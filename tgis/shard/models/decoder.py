@@ -4,7 +4,7 @@ The tokens of all sequences are packed along one axis. A sequence's results do n
 sequences of the step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from tgis.shard.models.parts.blocks import (
     make_positions,
 )
 from tgis.shard.models.parts.moe import SparseMLP
+from tgis.shard.models.parts.query_scaling import query_factors
 from tgis.shard.models.spec import DecoderSpec
 
 FeedForward = Callable[[Tensor, BranchInput, TokenAdapters | None], Tensor | None]
@@ -38,6 +39,7 @@ class StepContext:
     angles: Tensor | None  # [2, num_tokens, dim / 2]
     local_angles: Tensor | None  # for layers with a sliding window
     adapters: TokenAdapters | None
+    query_factors: Tensor | None = None  # float32 [num_tokens, 1], for layers that scale queries
 
 
 class LayerAttention:
@@ -47,15 +49,23 @@ class LayerAttention:
         scoring = Scoring(
             scale=spec.score_scale,
             window=window,
+            chunk=spec.chunk(layer),
             soft_cap=spec.attention_soft_cap,
             slopes=None if slopes is None else torch.tensor(slopes, device=parts.kernels.device),
         )
-        self._attention = SelfAttention(spec, parts, f"{path}.attention", layer, scoring, finish)
         self._is_local = window is not None and spec.local_rope is not None
+        self._is_rotated = layer not in spec.nope_layers
+        own = spec
+        if spec.qk_norm == "bare_head" and not self._is_rotated:
+            own = replace(spec, qk_norm="none")
+        self._attention = SelfAttention(own, parts, f"{path}.attention", layer, scoring, finish)
+        self._scales_queries = spec.scales_queries(layer)
 
     def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:
         angles = context.local_angles if self._is_local else context.angles
-        return self._attention(x, source, angles, context.attention, context.plan, context.adapters)
+        angles = angles if self._is_rotated else None
+        factors = context.query_factors if self._scales_queries else None
+        return self._attention(x, source, angles, context.attention, context.plan, context.adapters, factors)
 
 
 class Block:
@@ -138,7 +148,9 @@ class Decoder:
             rotary(inputs.positions, inputs.is_long) if rotary else None
             for rotary in (self._rotary, self._local_rotary)
         )
-        return x, StepContext(attention, inputs.plan, angles, local_angles, inputs.adapters)
+        scaling = self.spec.query_scaling
+        factors = None if scaling is None else query_factors(inputs.positions, scaling)
+        return x, StepContext(attention, inputs.plan, angles, local_angles, inputs.adapters, factors)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:

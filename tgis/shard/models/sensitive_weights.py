@@ -58,6 +58,8 @@ def _list_blocks(spec: LayerSpec, prefix: str) -> Iterator[_Matrix]:
         else:
             for i in range(experts.num_experts):
                 yield from _list_mlp(f"{path}.mlp.experts.{i}", size, experts.intermediate_size, spec.gated)
+            if experts.shared_size:
+                yield from _list_mlp(f"{path}.mlp.shared", size, experts.shared_size, spec.gated)
 
 
 def _list_mlp(path: str, size: int, width: int, is_gated: bool) -> Iterator[_Matrix]:

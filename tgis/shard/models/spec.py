@@ -41,7 +41,9 @@ class LayerSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["none", "head", "whole"] = "none"  # RMS norm of queries and keys, per head or all heads
+    # RMS norm of queries and keys: per head, per head without weights in layers with a rotary embedding, or
+    # over all heads.
+    qk_norm: Literal["none", "head", "bare_head", "whole"] = "none"
     clip_qkv: float | None = None
     attention_scale: float | None = None  # None: head_dim^-1/2
 
@@ -68,6 +70,27 @@ class Experts:
     normalised: bool = True  # scale the weights of a token's experts to sum to one
     dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP instead
 
+    shared_size: int = 0  # width of the expert that all tokens use besides the chosen ones; 0: none
+    has_shared_gate: bool = False  # a learned gate between 0 and 1 multiplies the shared expert's output
+
+    probabilities: Literal["softmax", "sigmoid"] = "softmax"  # of the router's scores
+    has_choice_bias: bool = False  # a learned bias changes which experts are chosen, not their weights
+    num_groups: int = 1  # experts are chosen from the `num_active_groups` best groups
+    num_active_groups: int = 1
+    weight_scale: float = 1.0  # factor of the weights of the chosen experts
+    scales_input: bool = False  # weights multiply the experts' inputs instead of their outputs
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Factor of queries that grows with the position: 1 + beta * log(1 + floor((position + shift) /
+    length))."""
+
+    beta: float
+    length: int
+    shift: int = 0
+    layers: frozenset[int] | None = None  # None: all layers
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec(LayerSpec):
@@ -80,7 +103,12 @@ class DecoderSpec(LayerSpec):
 
     rope: Rope | None = None
     local_rope: Rope | None = None  # rotary embedding of layers with a window, if it differs
+    nope_layers: frozenset[int] = frozenset()  # layers without the rotary embedding
     windows: tuple[int | None, ...] = ()  # keys that a query attends to, per layer; empty: no window
+    chunks: tuple[
+        int | None, ...
+    ] = ()  # queries attend to keys of their own chunk only: its length per layer
+    query_scaling: QueryScaling | None = None
     slopes: tuple[float, ...] = ()  # ALiBi slope per head
     attention_soft_cap: float | None = None
 
@@ -96,7 +124,9 @@ class DecoderSpec(LayerSpec):
 
     @property
     def intermediate_sizes(self) -> tuple[int, ...]:
-        return (self.intermediate_size, *([self.experts.intermediate_size] if self.experts else []))
+        experts = self.experts
+        sizes = (experts.intermediate_size, experts.shared_size) if experts else ()
+        return (self.intermediate_size, *(size for size in sizes if size))
 
     @property
     def rope_switch_len(self) -> int:
@@ -104,6 +134,13 @@ class DecoderSpec(LayerSpec):
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    def chunk(self, layer: int) -> int | None:
+        return self.chunks[layer] if self.chunks else None
+
+    def scales_queries(self, layer: int) -> bool:
+        scaling = self.query_scaling
+        return scaling is not None and (scaling.layers is None or layer in scaling.layers)
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,28 @@ def long_rope(original_length: int) -> dict[str, Any]:
     }
 
 
+def glm4_moe(**overrides: Any) -> dict[str, Any]:
+    changes = {"moe_intermediate_size": 24, "n_routed_experts": 8, "routed_scaling_factor": 1.7}
+    return sizes(**{"num_hidden_layers": 3, "num_experts_per_tok": 3, "head_dim": 8, **changes, **overrides})
+
+
+def llama4(**overrides: Any) -> dict[str, Any]:
+    """Return a configuration with rotated, chunked layers before each layer with full attention."""
+    chunks = {"attention_chunk_size": 5, "no_rope_layer_interval": 2, "floor_scale": 4, "attn_scale": 0.4}
+    widths = {"head_dim": 8, "intermediate_size_mlp": 40}
+    return experts(num_hidden_layers=4, **{**chunks, **widths, **overrides})
+
+
+def ministral3(**overrides: Any) -> dict[str, Any]:
+    """Return a configuration whose queries are scaled from position 8 on."""
+    rope = {**YARN_ROPE, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.6}
+    return sizes(**{"head_dim": 8, "rope_parameters": rope, **overrides})
+
+
+def pixtral() -> dict[str, Any]:
+    return {**VISION, "model_type": "pixtral", "head_dim": 8}
+
+
 CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "mistral": lambda: hf.MistralConfig(**sizes(sliding_window=None, num_key_value_heads=4)),
     "mistral_window": lambda: hf.MistralConfig(**sizes(sliding_window=5, head_dim=12)),
@@ -85,6 +107,45 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     ),
     "ministral": lambda: hf.MinistralConfig(
         **sizes(sliding_window=5, head_dim=8, layer_types=[FULL, SLIDING])
+    ),
+    "ministral3": lambda: hf.Ministral3Config(**ministral3()),
+    "ministral3_tied_window": lambda: hf.Ministral3Config(
+        **ministral3(sliding_window=5, num_key_value_heads=1, tie_word_embeddings=True)
+    ),
+    "mistral3": lambda: hf.Mistral3Config(
+        text_config=sizes(model_type="mistral", head_dim=12),
+        vision_config=pixtral(),
+        tie_word_embeddings=False,
+    ),
+    "mistral3_ministral3_tied": lambda: hf.Mistral3Config(
+        text_config={**ministral3(tie_word_embeddings=True), "model_type": "ministral3"},
+        vision_config=pixtral(),
+    ),
+    "llama4_text": lambda: hf.Llama4TextConfig(**llama4(interleave_moe_layer_step=2)),
+    "llama4_text_biases_untuned": lambda: hf.Llama4TextConfig(
+        **llama4(
+            attention_bias=True,
+            use_qk_norm=False,
+            attn_temperature_tuning=False,
+            num_key_value_heads=4,
+            rope_parameters=LLAMA3_ROPE,
+        )
+    ),
+    "llama4_multimodal": lambda: hf.Llama4Config(
+        text_config=llama4(num_key_value_heads=1),
+        vision_config={**VISION, "vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8},
+    ),
+    "smollm3": lambda: hf.SmolLM3Config(**sizes(num_hidden_layers=4, pad_token_id=0)),
+    "smollm3_untied_window": lambda: hf.SmolLM3Config(
+        **sizes(
+            pad_token_id=0,
+            no_rope_layers=[0, 1],
+            use_sliding_window=True,
+            sliding_window=5,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+        )
     ),
     "qwen2": lambda: hf.Qwen2Config(**sizes(sliding_window=5)),
     "qwen2_last_layer_window": lambda: hf.Qwen2Config(
@@ -146,9 +207,35 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "olmo2_multi_head_yarn": lambda: hf.Olmo2Config(
         **sizes(num_key_value_heads=4, rope_parameters=YARN_ROPE)
     ),
+    "olmo3": lambda: hf.Olmo3Config(**sizes(num_hidden_layers=4, sliding_window=5)),
+    "olmo3_tied_yarn": lambda: hf.Olmo3Config(
+        **sizes(
+            sliding_window=5,
+            layer_types=[FULL, SLIDING],
+            rope_parameters={FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}},
+            num_key_value_heads=4,
+            tie_word_embeddings=True,
+        )
+    ),
     "mixtral": lambda: hf.MixtralConfig(**experts()),
     "mixtral_tied_window": lambda: hf.MixtralConfig(
         **experts(sliding_window=5, head_dim=12, num_key_value_heads=1, tie_word_embeddings=True)
+    ),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(
+        **experts(moe_intermediate_size=24, num_experts=4, shared_expert_intermediate_size=40)
+    ),
+    "qwen2_moe_some_dense_window": lambda: hf.Qwen2MoeConfig(
+        **experts(
+            num_hidden_layers=3,
+            moe_intermediate_size=24,
+            num_experts=4,
+            shared_expert_intermediate_size=20,
+            mlp_only_layers=[1],
+            norm_topk_prob=True,
+            use_sliding_window=True,
+            sliding_window=5,
+            qkv_bias=False,
+        )
     ),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**experts(moe_intermediate_size=24, norm_topk_prob=True)),
     "qwen3_moe_some_dense": lambda: hf.Qwen3MoeConfig(
@@ -168,5 +255,19 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         **experts(tie_word_embeddings=True, num_key_value_heads=4, **multipliers(0.2, 0.3, 7.0, 3.0))
     ),
     "granitemoe_biases": lambda: hf.GraniteMoeConfig(**experts(attention_bias=True)),
+    "granitemoeshared": lambda: hf.GraniteMoeSharedConfig(
+        **experts(shared_intermediate_size=40, **multipliers(0.2, 0.3, 7.0, 3.0))
+    ),
+    "granitemoeshared_none_shared": lambda: hf.GraniteMoeSharedConfig(**experts(num_key_value_heads=1)),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(**glm4_moe(n_group=4, topk_group=2, use_qk_norm=True)),
+    "glm4_moe_biases_one_group": lambda: hf.Glm4MoeConfig(
+        **glm4_moe(
+            attention_bias=True,
+            first_k_dense_replace=2,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            head_dim=16,
+        )
+    ),
     "starcoder2": lambda: hf.Starcoder2Config(**sizes(sliding_window=5)),
 }

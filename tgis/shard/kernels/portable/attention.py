@@ -175,6 +175,8 @@ def _mask_keys(piece: Piece, length: int, scoring: Scoring) -> tuple[Tensor, Ten
         hidden = hidden | (distance > 0)
     if scoring.window:
         hidden = hidden | (distance <= -scoring.window)
+    if scoring.chunk:
+        hidden = hidden | (at < (piece.positions // scoring.chunk * scoring.chunk).unsqueeze(-1))
     return distance.unsqueeze(1), hidden.unsqueeze(1)
 
 

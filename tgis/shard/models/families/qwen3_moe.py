@@ -6,7 +6,7 @@ from tgis.shard.checkpoint.weights import Source, stack
 from tgis.shard.models.config_reader import Config, integer
 from tgis.shard.models.families import mixtral, qwen3
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec, Experts
 
 MODEL_TYPES: tuple[str, ...] = ("qwen3_moe",)
 
@@ -15,18 +15,26 @@ def spec(config: Config) -> DecoderSpec:
     # If there is a window, all layers have it.
     config = {"num_key_value_heads": 4, "head_dim": None, **config, "max_window_layers": 0}
     shared = qwen3.spec(config)
-    experts = mixtral.experts(
-        {"num_local_experts": config.get("num_experts"), **config}, "moe_intermediate_size"
-    )
-    dense_layers = _dense_layers(config, shared.num_layers)
-    normalised = bool(config.get("norm_topk_prob"))
-    return replace(shared, experts=replace(experts, normalised=normalised, dense_layers=dense_layers))
+    return replace(shared, experts=experts(config, shared.num_layers))
 
 
 def sources(spec: DecoderSpec) -> dict[str, Source]:
-    mlp = "model.layers.{i}.mlp."
+    return {**qwen3.sources(spec), **expert_sources("model.layers.{i}.mlp.")}
+
+
+def experts(config: Config, num_layers: int) -> Experts:
+    """Return the experts. Raises UnsupportedModelError."""
+    config = {"num_local_experts": config.get("num_experts"), **config}
+    return replace(
+        mixtral.experts(config, "moe_intermediate_size"),
+        normalised=bool(config.get("norm_topk_prob")),
+        dense_layers=_dense_layers(config, num_layers),
+    )
+
+
+def expert_sources(mlp: str) -> dict[str, Source]:
+    """Return the sources of a router and its experts. `mlp` begins the names of their modules."""
     return {
-        **qwen3.sources(spec),
         "blocks.{i}.mlp.router": mlp + "gate",
         "blocks.{i}.mlp.experts.{e}.up": stack(mlp + "experts.{e}.gate_proj", mlp + "experts.{e}.up_proj"),
         "blocks.{i}.mlp.experts.{e}.down": mlp + "experts.{e}.down_proj",

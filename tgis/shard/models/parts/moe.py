@@ -10,6 +10,7 @@ from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts, normalise
 from tgis.shard.models.parts.blocks import MLP, BranchInput, Finish
+from tgis.shard.models.parts.routing import Router
 from tgis.shard.models.spec import DecoderSpec
 
 
@@ -22,6 +23,8 @@ class SparseMLP:
         self._spec = experts
         self._finish = finish
         self._score = Replicated(parts, f"{path}.router", spec.hidden_size, experts.num_experts)
+        self._route = Router(experts, parts, f"{path}.choice")
+        self._shared = SharedExpert(spec, parts, path) if experts.shared_size else None
         sizes = replace(spec, intermediate_size=experts.intermediate_size)
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
 
@@ -33,10 +36,7 @@ class SparseMLP:
     def _mix(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Add each token's experts in the order of their numbers, so that its bits do not depend on other
         tokens."""
-        weights = self._score(x, adapters).softmax(-1)  # [num_tokens, num_experts]
-        weights, chosen = weights.topk(self._spec.num_active)  # [num_tokens, num_active]
-        if self._spec.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self._route(self._score(x, adapters))  # [num_tokens, num_active]
         order = chosen.flatten().argsort(stable=True)  # indices in flattened `chosen`, sorted by expert
         counts = chosen.flatten().bincount(minlength=self._spec.num_experts).tolist()
         out = torch.zeros_like(x)
@@ -44,6 +44,27 @@ class SparseMLP:
             if len(places):
                 tokens = places // self._spec.num_active
                 expert_adapters = adapters and adapters.take(tokens)
-                y = expert.partial(x[tokens], expert_adapters)  # [len(places), hidden_size]
-                out.index_add_(0, tokens, y * weights.flatten()[places].unsqueeze(-1))
+                own = weights.flatten()[places].unsqueeze(-1)  # [len(places), 1]
+                taken = (x[tokens] * own).to(x.dtype) if self._spec.scales_input else x[tokens]
+                y = expert.partial(taken, expert_adapters)  # [len(places), hidden_size]
+                out.index_add_(0, tokens, y if self._spec.scales_input else y * own)
+        if self._shared is not None:
+            out += self._shared(x, adapters)
         return self._group.all_reduce(out)
+
+
+class SharedExpert:
+    """Expert that all tokens use."""
+
+    def __init__(self, spec: DecoderSpec, parts: Parts, path: str):
+        experts = spec.experts
+        assert experts is not None, "only models with experts have this layer"
+        sizes = replace(spec, intermediate_size=experts.shared_size)
+        self._mlp = MLP(sizes, parts, f"{path}.shared")
+        has_gate = experts.has_shared_gate
+        self._gate = Replicated(parts, f"{path}.shared_gate", spec.hidden_size, 1) if has_gate else None
+
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        """Return this rank's summand of the output, [num_tokens, hidden_size]."""
+        y = self._mlp.partial(x, adapters)
+        return y if self._gate is None else y * self._gate(x, adapters).sigmoid()

@@ -105,7 +105,7 @@ def _scoring_fields(scoring: Scoring) -> tuple[int, ...]:
     return (
         as_bits(scoring.scale),
         as_bits(scoring.soft_cap or 0.0),
-        scoring.window or 0,
+        -scoring.chunk if scoring.chunk else scoring.window or 0,
         int(scoring.causal),
         0 if slopes is None else slopes.data_ptr(),
         0 if bias is None else bias.data_ptr(),

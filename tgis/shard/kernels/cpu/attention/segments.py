@@ -43,6 +43,8 @@ def result_size(length: int) -> int:
 @reorderable
 def find_first_key(position: Any, scoring: Any) -> Any:
     """Return the first key that the token at a position attends to."""
+    if scoring.window < 0:
+        return position - position % -scoring.window
     return max(position - scoring.window + 1, 0) if scoring.window else 0
 
 

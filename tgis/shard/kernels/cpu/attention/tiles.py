@@ -58,7 +58,8 @@ class Pages(NamedTuple):
 
 
 class ScoringArgs(NamedTuple):
-    """Fields of a `Scoring` as kernel arguments. Zero means absent."""
+    """Fields of a `Scoring` as kernel arguments. Zero means absent; a negative window is the length of
+    chunks."""
 
     scale: Any
     soft_cap: Any
