@@ -113,7 +113,8 @@ def _scorings(draw: Draw, sizes: KernelSizes) -> list[Scoring]:
     slopes = -draw.normal(sizes.num_heads).abs() / 8
     bias = draw.normal(sizes.num_heads, 41)
     scale = sizes.head_dim**-0.5
-    changed = Scoring(scale=1.6 * scale, window=100, soft_cap=5.0, slopes=slopes, bias=bias)
+    sinks = draw.normal(sizes.num_heads)
+    changed = Scoring(scale=1.6 * scale, window=100, soft_cap=5.0, slopes=slopes, bias=bias, sinks=sinks)
     return [Scoring(scale=scale), changed]
 
 
