@@ -101,6 +101,18 @@ def join_rows(parts: Sequence[Codes]) -> Codes:
     )
 
 
+def take_rows(codes: Codes, rows: slice) -> Codes:
+    """Return some rows of a part."""
+    values, *rest = (
+        None if x is None else x[rows].contiguous()
+        for x in (codes.values, codes.scales, codes.zeros, codes.offsets, codes.factors)
+    )
+    scales, zeros, offsets, factors = rest
+    assert values is not None
+    assert scales is not None
+    return Codes(codes.layout, values, scales, zeros, codes.group_of, offsets, factors)
+
+
 def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
     present = [part for part in parts if part is not None]
     return torch.cat(present) if present else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tgis.errors import OperatorError
-from tgis.shard.checkpoint.codes import CodeLayout, Codes, join_rows
+from tgis.shard.checkpoint.codes import CodeLayout, Codes, join_rows, take_rows
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,31 @@ class Sliced:
         """Convert slices of this view to slices of the original tensor."""
         shifted = [each[part] for each, part in zip(self._ranges, parts, strict=False)]
         return [slice(each.start, each.stop) for each in shifted]
+
+
+class EveryNthRow:
+    """View of every `step`-th row of a matrix, or element of a vector, from `first` on."""
+
+    def __init__(self, stored: Stored, first: int, step: int):
+        self._original = stored
+        self._rows = range(stored.shape[0])[first::step]
+        self.label = stored.label
+        self.shape = (len(self._rows), *stored.shape[1:])
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        return self._original.read(self._cover(rows), columns)[:: self._rows.step].contiguous()
+
+    def layout(self, columns: slice = ALL) -> CodeLayout | None:
+        return self._original.layout(columns)
+
+    def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
+        codes = self._original.codes(self._cover(rows), columns)
+        return take_rows(codes, slice(None, None, self._rows.step))
+
+    def _cover(self, rows: slice) -> slice:
+        """Return the adjacent rows of the original that begin and end with these rows."""
+        own = self._rows[rows]
+        return slice(own.start, own[-1] + 1) if own else slice(0, 0)
 
 
 class StackedRows:

@@ -1,5 +1,6 @@
 """Finds checkpoint tensors by the model's module paths, and reads only the requested slices. A family's table
-maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `expert` or `first_of`."""
+maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `interleaved`, `expert` or
+`first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from tgis.shard.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from tgis.shard.checkpoint.provenance import ModuleRows, NumberedModules, list_rows, name_entry
 from tgis.shard.checkpoint.tensors import (
     ALL,
+    EveryNthRow,
     MissingTensorError,
     Sliced,
     StackedRows,
@@ -65,13 +67,18 @@ class StoredModules:
                 yield name
 
     def _fetch_plain(self, module: str, end: str) -> StoredTensor:
-        full, other = (f"{name}.{end}" for name in self._spell(module))
-        is_other = full not in self._checkpoint and other in self._checkpoint
-        return self._checkpoint.fetch(other if is_other else full)
+        names = [full for name in self._spell(module) for full in _spell_tensor(name, end)]
+        return self._checkpoint.fetch(next((name for name in names if name in self._checkpoint), names[0]))
 
     def _spell(self, module: str) -> tuple[str, str]:
         prefix = self._prefix
         return module, module.removeprefix(prefix) if module.startswith(prefix) else prefix + module
+
+
+def _spell_tensor(module: str, end: str) -> tuple[str, str]:
+    """Return the names that a module's tensor may have: that of a layer, and that of a parameter, such as
+    experts in one tensor."""
+    return f"{module}.{end}", module if end == "weight" else f"{module}_{end}"
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,20 @@ def grouped(source: Source, num_groups: int, head_dim: int) -> Source:
         bases = range(0, stored.shape[0], rows)
         slices = [slice(base + start, base + stop) for start, stop in bounds for base in bases]
         return StackedRows([Sliced(stored, each) for each in slices], stored.label)
+
+    return find
+
+
+def interleaved(source: Source, num_parts: int = 2) -> Source:
+    """Regroup rows (a, b, a, b, ...) of `num_parts` matrices to all a, all b."""
+
+    def find(lookup: Lookup) -> Stored:
+        stored = lookup.find(source)
+        if stored.shape[0] % num_parts:
+            raise WeightsError(
+                f"{stored.label} has shape {list(stored.shape)}, not rows of {num_parts} matrices"
+            )
+        return StackedRows([EveryNthRow(stored, i, num_parts) for i in range(num_parts)], stored.label)
 
     return find
 

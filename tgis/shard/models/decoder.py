@@ -43,12 +43,14 @@ class StepContext:
 class LayerAttention:
     def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None = None):
         window = spec.window(layer)
-        slopes = spec.slopes[parts.group.slice(spec.num_heads)] if spec.slopes else None
+        own = parts.group.slice(spec.num_heads)
+        slopes = spec.slopes[own] if spec.slopes else None
         scoring = Scoring(
             scale=spec.score_scale,
             window=window,
             soft_cap=spec.attention_soft_cap,
             slopes=None if slopes is None else torch.tensor(slopes, device=parts.kernels.device),
+            sinks=parts.read_vector(f"{path}.attention.sinks", spec.num_heads, [own]) if spec.sinks else None,
         )
         self._attention = SelfAttention(spec, parts, f"{path}.attention", layer, scoring, finish)
         self._is_local = window is not None and spec.local_rope is not None

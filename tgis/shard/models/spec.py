@@ -66,6 +66,8 @@ class Experts:
     num_active: int  # experts per token
     intermediate_size: int  # width of one expert
     normalised: bool = True  # scale the weights of a token's experts to sum to one
+    bias: bool = False  # of the experts' layers
+    router_bias: bool = False
     dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP instead
 
 
@@ -83,6 +85,7 @@ class DecoderSpec(LayerSpec):
     windows: tuple[int | None, ...] = ()  # keys that a query attends to, per layer; empty: no window
     slopes: tuple[float, ...] = ()  # ALiBi slope per head
     attention_soft_cap: float | None = None
+    sinks: bool = False  # learned score per head of a key without a value
 
     embedding_size: int | None = None  # if it differs from hidden_size; projections convert between them
     scales_virtual: bool = False  # soft prompts were trained before the scaling, so they are scaled as well

@@ -18,6 +18,17 @@ GEMMA3_ROPE = {
     FULL: {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
     SLIDING: {"rope_type": "default", "rope_theta": 500.0},
 }
+# The number of positions before scaling is so small that frequencies are interpolated, between channels that
+# are not whole.
+OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
 VISION = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -168,5 +179,13 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         **experts(tie_word_embeddings=True, num_key_value_heads=4, **multipliers(0.2, 0.3, 7.0, 3.0))
     ),
     "granitemoe_biases": lambda: hf.GraniteMoeConfig(**experts(attention_bias=True)),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **experts(head_dim=16, sliding_window=5, rope_parameters=OSS_ROPE, pad_token_id=0)
+    ),
+    "gpt_oss_shared_kv_head": lambda: hf.GptOssConfig(
+        **experts(
+            head_dim=8, sliding_window=7, num_key_value_heads=1, layer_types=[FULL, SLIDING], pad_token_id=0
+        )
+    ),
     "starcoder2": lambda: hf.Starcoder2Config(**sizes(sliding_window=5)),
 }

@@ -91,6 +91,7 @@ def _gates(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
     for name, is_gated in (("silu", True), ("gelu_tanh", True), ("gelu", False), ("relu", False)):
         yield Input((x, name, is_gated))
     yield Input((x, "quick_gelu", False))
+    yield Input((3 * x, "clamped_swiglu", True))
 
 
 def _turns(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
