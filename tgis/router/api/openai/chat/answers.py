@@ -17,7 +17,6 @@ from tgis.router.api.openai.chat.types import (
     FunctionDelta,
 )
 from tgis.router.api.service import Result
-from tgis.router.chat.answers.parser import AnswerParser
 from tgis.router.chat.answers.pieces import (
     CallArguments,
     CallBegin,
@@ -56,8 +55,8 @@ class AnswerReader:
     def __init__(self, form: AnswerForm) -> None:
         reasoning = form.reasoning
         self._form = form
-        self._parser = AnswerParser(form.reasoning_format, form.has_begun_reasoning, form.tools, form.names)
-        self._end_id = None if reasoning is None else reasoning.rule.end.token_id
+        self._parser = form.parser()
+        self._end_id = None if form.reasoning_end is None else form.reasoning_end.token_id
         self._counts = reasoning is not None
         self.num_reasoning = 0
         """Number of tokens up to the end of the reasoning."""
