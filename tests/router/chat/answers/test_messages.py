@@ -1,4 +1,4 @@
-"""Check answers that are messages in channels, written by hand as gpt-oss writes them, however they are split."""
+"""Check answers that are messages in channels, written by hand as gpt-oss writes them, split in any way."""
 
 import random
 

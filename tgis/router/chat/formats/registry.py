@@ -28,7 +28,7 @@ TOOL_FORMATS = (
     LLAMA3,
 )
 """Tool formats in order of precedence: the first one whose texts are in the template is used."""
-REASONING_FORMATS = (HARMONY_REASONING, MISTRAL_REASONING, GRANITE_REASONING, THINK)
+REASONING_FORMATS = (MISTRAL_REASONING, HARMONY_REASONING, GRANITE_REASONING, THINK)
 
 _Format = TypeVar("_Format", bound=ToolFormat | ReasoningFormat)
 
