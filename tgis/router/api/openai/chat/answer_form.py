@@ -82,11 +82,6 @@ class AnswerForm:
         """Format of the reasoning that an answer may have, or None."""
         return None if self.reasoning is None else self.reasoning.format
 
-    @property
-    def reasoning_end(self) -> Mark | None:
-        """Mark after which an answer has no more reasoning, or None if there is none."""
-        return None if self.reasoning is None or self.messages is not None else self.reasoning.rule.end
-
     def parser(self) -> AnswerParser | MessageParser:
         """Return the parser of one answer."""
         if self.messages is not None:
