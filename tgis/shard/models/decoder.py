@@ -35,8 +35,7 @@ FeedForward = Callable[[Tensor, BranchInput, TokenAdapters | None], Tensor | Non
 class StepContext:
     attention: Attention
     plan: AttentionPlan
-    angles: Tensor | None  # [2, num_tokens, dim / 2]
-    local_angles: Tensor | None  # for layers with a sliding window
+    angles: tuple[Tensor, ...]  # [2, num_tokens, dim / 2] of each of `DecoderSpec.distinct_ropes`
     adapters: TokenAdapters | None
 
 
@@ -53,10 +52,11 @@ class LayerAttention:
             sinks=parts.read_vector(f"{path}.attention.sinks", spec.num_heads, [own]) if spec.sinks else None,
         )
         self._attention = SelfAttention(spec, parts, f"{path}.attention", layer, scoring, finish)
-        self._is_local = window is not None and spec.local_rope is not None
+        rope = spec.layer_rope(layer)
+        self._rope = None if rope is None else spec.distinct_ropes.index(rope)
 
     def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:
-        angles = context.local_angles if self._is_local else context.angles
+        angles = None if self._rope is None else context.angles[self._rope]
         return self._attention(x, source, angles, context.attention, context.plan, context.adapters)
 
 
@@ -121,9 +121,7 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, parts: Parts):
         self.spec = spec
         self.parts = parts
-        self._rotary, self._local_rotary = (
-            Rotary(rope, parts.kernels) if rope else None for rope in (spec.rope, spec.local_rope)
-        )
+        self._rotaries = [Rotary(rope, parts.kernels) for rope in spec.distinct_ropes]
         self._embed = InputEmbedding(spec, parts)
         self._blocks = [make_block(spec, parts, layer) for layer in range(spec.num_layers)]
         self._norm = make_norm(spec, parts, "norm") if spec.final_norm else None
@@ -136,11 +134,8 @@ class Decoder:
     def embed(self, inputs: StepInputs, attention: Attention) -> tuple[Tensor, StepContext]:
         """Return the input of the first block, [num_tokens, hidden_size], and what all blocks share."""
         x = self._embed(inputs)
-        angles, local_angles = (
-            rotary(inputs.positions, inputs.is_long) if rotary else None
-            for rotary in (self._rotary, self._local_rotary)
-        )
-        return x, StepContext(attention, inputs.plan, angles, local_angles, inputs.adapters)
+        angles = tuple(rotary(inputs.positions, inputs.is_long) for rotary in self._rotaries)
+        return x, StepContext(attention, inputs.plan, angles, inputs.adapters)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:

@@ -82,6 +82,7 @@ class DecoderSpec(LayerSpec):
 
     rope: Rope | None = None
     local_rope: Rope | None = None  # rotary embedding of layers with a window, if it differs
+    layer_ropes: tuple[Rope | None, ...] = ()  # rotary embedding per layer, None: none; empty: as above
     windows: tuple[int | None, ...] = ()  # keys that a query attends to, per layer; empty: no window
     slopes: tuple[float, ...] = ()  # ALiBi slope per head
     attention_soft_cap: float | None = None
@@ -107,6 +108,17 @@ class DecoderSpec(LayerSpec):
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    def layer_rope(self, layer: int) -> Rope | None:
+        if self.layer_ropes:
+            return self.layer_ropes[layer]
+        return self.rope if self.window(layer) is None else self.local_rope or self.rope
+
+    @property
+    def distinct_ropes(self) -> tuple[Rope, ...]:
+        """Rotary embeddings of all layers, each once."""
+        ropes = (self.layer_rope(layer) for layer in range(self.num_layers))
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ pytestmark = pytest.mark.slow
 
 # Their feed-forward layers count each expert's tokens on the host, so no step is captured.
 WITH_EXPERTS = {
-    case for case in CASES if family_of(case) in ("mixtral", "granitemoe", "gpt_oss", "qwen3_moe")
+    case
+    for case in CASES
+    if family_of(case) in ("mixtral", "granitemoe", "granitemoe_swa", "gpt_oss", "qwen3_moe")
 }
 # Models with windows and soft caps, experts, two rotary tables, or an encoder; test_model_runner has a plain
 # one.

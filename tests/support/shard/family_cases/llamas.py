@@ -123,6 +123,24 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "granite_shared_kv_head": lambda: hf.GraniteConfig(
         **sizes(num_key_value_heads=1, **multipliers(0.5, 1.5, 2.0, 0.7))
     ),
+    "granite_swa": lambda: hf.GraniteSWAConfig(
+        **sizes(
+            num_hidden_layers=4,
+            sliding_window=5,
+            layer_rope_theta=[0, 10000.0, 0.0, 500],
+            **multipliers(0.2, 0.3, 7.0, 3.0),
+        )
+    ),
+    "granite_swa_untied_shared_kv_head": lambda: hf.GraniteSWAConfig(
+        **sizes(
+            num_key_value_heads=1,
+            sliding_window=7,
+            layer_types=[SLIDING, FULL],
+            tie_word_embeddings=False,
+            rope_parameters=YARN_ROPE,
+            layer_rope_theta=[500.0, 10000.0],
+        )
+    ),
     "gemma": lambda: hf.GemmaConfig(**gemma(num_key_value_heads=1, head_dim=12)),
     "gemma_gelu": lambda: hf.GemmaConfig(**gemma(num_key_value_heads=4, hidden_act="gelu")),
     "gemma2": lambda: hf.Gemma2Config(**gemma2()),
@@ -179,6 +197,14 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         **experts(tie_word_embeddings=True, num_key_value_heads=4, **multipliers(0.2, 0.3, 7.0, 3.0))
     ),
     "granitemoe_biases": lambda: hf.GraniteMoeConfig(**experts(attention_bias=True)),
+    "granitemoe_swa": lambda: hf.GraniteMoeSWAConfig(
+        **experts(
+            sliding_window=5,
+            layer_types=[SLIDING, FULL],
+            layer_rope_theta=[10000.0, 0],
+            **multipliers(0.2, 0.3, 7.0, 3.0),
+        )
+    ),
     "gpt_oss": lambda: hf.GptOssConfig(
         **experts(head_dim=16, sliding_window=5, rope_parameters=OSS_ROPE, pad_token_id=0)
     ),
