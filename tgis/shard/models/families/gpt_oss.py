@@ -19,6 +19,12 @@ DEFAULTS = {
     "sliding_window": 128,
     "rms_norm_eps": 1e-5,
     "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
 }
 
 

@@ -48,7 +48,8 @@ def _layer_ropes(shared: DecoderSpec, config: Config) -> tuple[Rope | None, ...]
     if not are_bases or len(thetas) != shared.num_layers:
         expected = f"{shared.num_layers} numbers, 0 or above 1"
         raise ConfigurationError(f"layer_rope_theta {thetas!r} of the configuration is not {expected}")
-    return tuple(replace(rope, theta=float(theta)) if theta else None for theta in thetas)
+    ropes = tuple(replace(rope, theta=float(theta)) if theta else None for theta in thetas)
+    return () if {*ropes} == {rope} else ropes
 
 
 def _is_base(theta: object) -> bool:
