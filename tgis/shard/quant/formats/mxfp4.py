@@ -4,6 +4,7 @@ the Microscaling Formats specification 1.0 of the Open Compute Project."""
 from math import prod
 
 import torch
+from torch import Tensor
 
 from tgis.shard.checkpoint.code_matrix import CodeMatrix, as_slice
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
@@ -14,7 +15,7 @@ from tgis.shard.quant.formats.settings import QuantizationSettings
 
 GROUP = 32
 _BYTES = GROUP // 2  # of a group's codes
-_BIAS = 127  # of stored exponents
+_MANTISSA_BITS = 23  # of float32
 # bfloat16 holds all powers of two that e8m0 does.
 LAYOUT = CodeLayout(torch.uint8, 4, GROUP, table=E2M1, scale_type="bfloat16")
 
@@ -59,5 +60,11 @@ class Mxfp4Matrix(CodeMatrix):
         groups = slice(columns.start // GROUP, columns.stop // GROUP)
         pairs = self._blocks.read(as_slice(rows), groups)  # [num_rows, num_groups, 16]
         values = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
-        exponents = self._scales.read(as_slice(rows), groups).int() - _BIAS
-        return Codes(self._layout, values, torch.ldexp(torch.ones(()), exponents))
+        return Codes(self._layout, values, _read_scales(self._scales.read(as_slice(rows), groups)))
+
+
+def _read_scales(exponents: Tensor) -> Tensor:
+    """Return powers of two as float32, which has the same exponents: uint8 e is 2^(e - 127)."""
+    smallest = 1 << (_MANTISSA_BITS - 1)  # 2^-127, which is not normal
+    bits = exponents.int() << _MANTISSA_BITS
+    return bits.where(exponents > 0, smallest).view(torch.float32)
