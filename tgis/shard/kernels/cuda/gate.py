@@ -73,4 +73,5 @@ def launch(x: Tensor, name: str, is_gated: bool) -> Tensor:
 def plain(x: Tensor, name: str, is_gated: bool) -> Tensor:
     if not is_gated:
         return ACTIVATIONS[name](x.float()).to(x.dtype)
-    return multiply_gated(*x.float().chunk(2, -1), name).to(x.dtype)
+    gate, up = x.float().chunk(2, -1)
+    return multiply_gated(gate, up, name).to(x.dtype)

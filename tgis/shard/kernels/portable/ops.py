@@ -79,7 +79,8 @@ class TorchKernels(Unfused):
         return x.copy_(ACTIVATIONS[name](x))
 
     def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
-        return multiply_gated(*gate_up.chunk(2, -1), name)
+        gate, up = gate_up.chunk(2, -1)
+        return multiply_gated(gate, up, name)
 
     def angles(
         self,
