@@ -37,12 +37,13 @@ column `quantized` shows whether the tests compare checkpoints of each format, o
 | `compressed-tensors` | `pack-quantized` (2, 3, 4 and 8 bits), `int-quantized`, `float-quantized`, `naive-quantized` |
 | `fp8`, `fbgemm_fp8` | a scale for each matrix, row or block |
 | `bitsandbytes` | `nf4` and `fp4`, also nested, and 8 bits |
+| `mxfp4` | experts of gpt-oss |
 
 CPUs keep weights of 8 bits or fewer as codes and scales, but `fp8` weights in `--dtype`. GPUs keep all weights in
 `--dtype` ([how each format is kept and multiplied](quantized-checkpoints.md#serving)). The shapes of a module's tensors
 determine its bits and groups, so modules may differ. The service refuses all other formats with an error that names the
-format, for example EXL2, AQLM, QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, MXFP4, Marlin 2:4,
-sparse formats, the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.
+format, for example EXL2, AQLM, QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, Marlin 2:4, sparse
+formats, the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.
 
 ## GGUF files
 

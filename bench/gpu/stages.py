@@ -27,8 +27,9 @@ KERNELS = ("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_til
 CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
 # Names in tests.support.shard.family_cases: one case of each family, then all others.
 FAMILIES = tuple(
-    "llama_grouped_queries mistral qwen2 qwen3 granite gemma gemma2 gemma3 phi3 olmo2 mixtral qwen3_moe "
-    "granitemoe starcoder2 gpt_neox gpt2 gpt_bigcode bloom falcon_7b mpt opt t5 bart".split()
+    "llama_grouped_queries mistral qwen2 qwen3 granite granite_swa gemma gemma2 gemma3 phi3 olmo2 mixtral "
+    "qwen3_moe granitemoe granitemoe_swa gpt_oss starcoder2 gpt_neox gpt2 gpt_bigcode bloom falcon_7b mpt "
+    "opt t5 bart".split()
 )
 # gemma_gelu is left out: transformers before 5.23 computes the wrong activation, which its configuration
 # names by mistake.
@@ -36,7 +37,8 @@ VARIANTS = tuple(
     "llama_tied llama_multi_head llama_shared_kv_head llama_wide_heads llama_biases llama_llama3_rope "
     "llama_linear_rope llama_yarn_rope mistral_window mistral_tied_shared_kv_head ministral "
     "qwen2_last_layer_window qwen2_first_layer_window qwen2_yarn qwen3_biases_window qwen3_tied_yarn "
-    "granite_biases granite_shared_kv_head gemma2_uncapped gemma2_untied_biases_gelu "
+    "granite_biases granite_shared_kv_head granite_swa_untied_shared_kv_head gemma2_uncapped "
+    "gemma2_untied_biases_gelu gpt_oss_shared_kv_head "
     "gemma3_capped_shared_kv_head gemma3_multimodal phi3_tied_short phi3_short_and_long olmo2_tied_biases "
     "olmo2_multi_head_yarn mixtral_tied_window qwen3_moe_some_dense qwen3_moe_biases_window "
     "granitemoe_biases gpt_neox_sequential gpt_neox_full_rotary gpt_neox_no_bias gpt2_wide gpt2_unscaled "

@@ -51,7 +51,8 @@ class HeadNorm:
 @dataclass(frozen=True)
 class Activation:
     """Activation silu, gelu, gelu_tanh, relu or quick_gelu of [num_tokens, size]. If it is gated, it applies
-    to the first half of [num_tokens, 2 * size] and is multiplied by the second half."""
+    to the first half of [num_tokens, 2 * size] and is multiplied by the second half. `CLAMPED_SWIGLU` is
+    always gated."""
 
     name: str
     is_gated: bool

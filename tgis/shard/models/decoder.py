@@ -36,8 +36,7 @@ FeedForward = Callable[[Tensor, BranchInput, TokenAdapters | None], Tensor | Non
 class StepContext:
     attention: Attention
     plan: AttentionPlan
-    angles: Tensor | None  # [2, num_tokens, dim / 2]
-    local_angles: Tensor | None  # for layers with a sliding window
+    angles: tuple[Tensor, ...]  # [2, num_tokens, dim / 2] of each of `DecoderSpec.distinct_ropes`
     adapters: TokenAdapters | None
     query_factors: Tensor | None = None  # float32 [num_tokens, 1], for layers that scale queries
 
@@ -45,25 +44,26 @@ class StepContext:
 class LayerAttention:
     def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None = None):
         window = spec.window(layer)
-        slopes = spec.slopes[parts.group.slice(spec.num_heads)] if spec.slopes else None
+        own = parts.group.slice(spec.num_heads)
+        slopes = spec.slopes[own] if spec.slopes else None
         scoring = Scoring(
             scale=spec.score_scale,
             window=window,
             chunk=spec.chunk(layer),
             soft_cap=spec.attention_soft_cap,
             slopes=None if slopes is None else torch.tensor(slopes, device=parts.kernels.device),
+            sinks=parts.read_vector(f"{path}.attention.sinks", spec.num_heads, [own]) if spec.sinks else None,
         )
-        self._is_local = window is not None and spec.local_rope is not None
-        self._is_rotated = layer not in spec.nope_layers
-        own = spec
-        if spec.qk_norm == "bare_head" and not self._is_rotated:
-            own = replace(spec, qk_norm="none")
-        self._attention = SelfAttention(own, parts, f"{path}.attention", layer, scoring, finish)
+        rope = spec.layer_rope(layer)
+        self._rope = None if rope is None else spec.distinct_ropes.index(rope)
+        attended = spec
+        if spec.qk_norm == "bare_head" and rope is None:
+            attended = replace(spec, qk_norm="none")
+        self._attention = SelfAttention(attended, parts, f"{path}.attention", layer, scoring, finish)
         self._scales_queries = spec.scales_queries(layer)
 
     def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:
-        angles = context.local_angles if self._is_local else context.angles
-        angles = angles if self._is_rotated else None
+        angles = None if self._rope is None else context.angles[self._rope]
         factors = context.query_factors if self._scales_queries else None
         return self._attention(x, source, angles, context.attention, context.plan, context.adapters, factors)
 
@@ -129,9 +129,7 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, parts: Parts):
         self.spec = spec
         self.parts = parts
-        self._rotary, self._local_rotary = (
-            Rotary(rope, parts.kernels) if rope else None for rope in (spec.rope, spec.local_rope)
-        )
+        self._rotaries = [Rotary(rope, parts.kernels) for rope in spec.distinct_ropes]
         self._embed = InputEmbedding(spec, parts)
         self._blocks = [make_block(spec, parts, layer) for layer in range(spec.num_layers)]
         self._norm = make_norm(spec, parts, "norm") if spec.final_norm else None
@@ -144,13 +142,10 @@ class Decoder:
     def embed(self, inputs: StepInputs, attention: Attention) -> tuple[Tensor, StepContext]:
         """Return the input of the first block, [num_tokens, hidden_size], and what all blocks share."""
         x = self._embed(inputs)
-        angles, local_angles = (
-            rotary(inputs.positions, inputs.is_long) if rotary else None
-            for rotary in (self._rotary, self._local_rotary)
-        )
+        angles = tuple(rotary(inputs.positions, inputs.is_long) for rotary in self._rotaries)
         scaling = self.spec.query_scaling
         factors = None if scaling is None else query_factors(inputs.positions, scaling)
-        return x, StepContext(attention, inputs.plan, angles, local_angles, inputs.adapters, factors)
+        return x, StepContext(attention, inputs.plan, angles, inputs.adapters, factors)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:

@@ -68,6 +68,8 @@ class Experts:
     num_active: int  # experts per token
     intermediate_size: int  # width of one expert
     normalised: bool = True  # scale the weights of a token's experts to sum to one
+    bias: bool = False  # of the experts' layers
+    router_bias: bool = False
     dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP instead
 
     shared_size: int = 0  # width of the expert that all tokens use besides the chosen ones; 0: none
@@ -103,7 +105,7 @@ class DecoderSpec(LayerSpec):
 
     rope: Rope | None = None
     local_rope: Rope | None = None  # rotary embedding of layers with a window, if it differs
-    nope_layers: frozenset[int] = frozenset()  # layers without the rotary embedding
+    layer_ropes: tuple[Rope | None, ...] = ()  # rotary embedding per layer, None: none; empty: as above
     windows: tuple[int | None, ...] = ()  # keys that a query attends to, per layer; empty: no window
     chunks: tuple[
         int | None, ...
@@ -111,6 +113,7 @@ class DecoderSpec(LayerSpec):
     query_scaling: QueryScaling | None = None
     slopes: tuple[float, ...] = ()  # ALiBi slope per head
     attention_soft_cap: float | None = None
+    sinks: bool = False  # learned score per head of a key without a value
 
     embedding_size: int | None = None  # if it differs from hidden_size; projections convert between them
     scales_virtual: bool = False  # soft prompts were trained before the scaling, so they are scaled as well
@@ -141,6 +144,17 @@ class DecoderSpec(LayerSpec):
     def scales_queries(self, layer: int) -> bool:
         scaling = self.query_scaling
         return scaling is not None and (scaling.layers is None or layer in scaling.layers)
+
+    def layer_rope(self, layer: int) -> Rope | None:
+        if self.layer_ropes:
+            return self.layer_ropes[layer]
+        return self.rope if self.window(layer) is None else self.local_rope or self.rope
+
+    @property
+    def distinct_ropes(self) -> tuple[Rope, ...]:
+        """Rotary embeddings of all layers, each once."""
+        ropes = (self.layer_rope(layer) for layer in range(self.num_layers))
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def _list_modules(traced: Sequence[ModuleRows], names: frozenset[str], prefix: s
     begin = 0
     for part in traced:
         rows = rows_of.setdefault(part.module, {})
-        rows |= {part.first + i: begin + i for i in range(part.count)}
+        rows |= {part.first + i * part.step: begin + i for i in range(part.count)}
         begin += part.count
     for module, rows in rows_of.items():
         name, entry = _find_stored(module, names, prefix)
@@ -170,11 +170,15 @@ def _list_modules(traced: Sequence[ModuleRows], names: frozenset[str], prefix: s
 
 
 def _find_stored(module: str, names: frozenset[str], prefix: str) -> tuple[str, int | None]:
-    """Return the name of a module in the checkpoint and, for a stack of experts, the entry."""
+    """Return the name of a module in the checkpoint and, for a stack of experts, the entry. Raises
+    QuantizeError."""
     for spelled in (module, module.removeprefix(prefix), prefix + module):
         if f"{spelled}.weight" in names:
             return spelled, None
         base, _, entry = spelled.rpartition(".")
         if entry.isdigit() and f"{base}.weight" in names:
             return base, int(entry)
-    raise AssertionError(f"{module} was read from the checkpoint")
+    raise QuantizeError(
+        f"{module} is a parameter and not a layer, so no format of quantized checkpoints has a name for it: "
+        "serve the model with --quantize"
+    )

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 DETAILS = {"logprobs": True, "ranks": True}
 # Their feed-forward layers count the tokens of each expert on the host.
-WITH_EXPERTS = {"mixtral", "granitemoe", "qwen2_moe", "qwen3_moe"}
+WITH_EXPERTS = {"mixtral", "granitemoe", "granitemoe_swa", "gpt_oss", "qwen2_moe", "qwen3_moe"}
 
 
 def plan() -> Iterator[object]:

@@ -29,7 +29,7 @@ SIZES = (2, MAX_ROWS)
 QUICK = ("llama_grouped_queries",)
 # Sliding windows and soft caps, an encoder, ALiBi slopes, position embeddings, and two rotary tables.
 OTHERS = ("gemma2", "t5", "bloom", "opt", "phi3_short_and_long")
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "granitemoe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "granitemoe", "granitemoe_swa", "gpt_oss")
 
 
 def load(directory: Path, case: str, kernels: Implementations, dtype: torch.dtype = torch.float32) -> Any:

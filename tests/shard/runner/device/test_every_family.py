@@ -25,7 +25,11 @@ from tgis.shard.startup.load import load
 pytestmark = pytest.mark.slow
 
 # Their feed-forward layers count each expert's tokens on the host, so no step is captured.
-WITH_EXPERTS = {case for case in CASES if family_of(case) in ("mixtral", "granitemoe", "qwen3_moe")}
+WITH_EXPERTS = {
+    case
+    for case in CASES
+    if family_of(case) in ("mixtral", "granitemoe", "granitemoe_swa", "gpt_oss", "qwen3_moe")
+}
 # Models with windows and soft caps, experts, two rotary tables, or an encoder; test_model_runner has a plain
 # one.
 QUICK = {"gemma2", "granitemoe", "phi3_short_and_long", "t5"}

@@ -108,7 +108,7 @@ class CpuKernels(CpuRounder, Unfused):
     def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
         num_tokens, width = gate_up.shape
         out = empty(num_tokens, width // 2)
-        kind = activations.KINDS[name]
+        kind = activations.GATED_KINDS[name]
         _run(activations.multiply_gated, out.shape, kind, gate_up.data_ptr(), out.data_ptr())
         return out
 

@@ -10,6 +10,7 @@ from tgis.shard.kernels.cuda.functions.processors import find_capability
 from tgis.shard.kernels.cuda.functions.scoring import (
     ScoreArguments,
     Sizes,
+    add_sinks,
     are_addressable,
     attend_span,
     begin_softmax,
@@ -103,7 +104,9 @@ def attend_tiles_kernel(
         )
     state = attend_span(state, q_rows, pages, rows, (begin, full, first, last), score, SIZES, CAUSAL, False)
     state = attend_span(state, q_rows, pages, rows, (full, last, first, last), score, SIZES, CAUSAL, True)
-    _, mass, acc = state
+    best, mass, acc = state
+    if score.sinks is not None:
+        mass = add_sinks(mass, best, score.sinks, heads)
     y = acc / tl.where(mass > 0, mass, 1.0)[:, None]
     tl.store(out + place, y.to(out.dtype.element_ty), mask=is_stored)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import Stored, read_pieces
+from tgis.shard.layers.activation import CLAMPED_SWIGLU
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm, Product, Unfused
 from tgis.shard.quant.interface import MatrixRole
@@ -79,7 +80,7 @@ class TorchKernels(Unfused):
 
     def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
-        return ACTIVATIONS[name](gate) * up
+        return multiply_gated(gate, up, name)
 
     def angles(
         self,
@@ -100,6 +101,12 @@ class TorchKernels(Unfused):
             inv_freq = (inv_freq * shrunk).float()
         rotations = positions.float().unsqueeze(-1) * inv_freq  # [num_tokens, half]
         return torch.stack((rotations.cos(), rotations.sin())) * amplitudes.unsqueeze(-1)
+
+
+def multiply_gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    if name == CLAMPED_SWIGLU:
+        return ACTIVATIONS["quick_gelu"](gate.clamp(max=7.0)) * (up.clamp(-7.0, 7.0) + 1)
+    return ACTIVATIONS[name](gate) * up
 
 
 def read_packed(weight: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:

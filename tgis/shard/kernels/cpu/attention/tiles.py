@@ -34,7 +34,7 @@ from tgis.shard.kernels.cpu.attention.softmax import (
 from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
 from tgis.shard.kernels.cpu.attention.widening import is_converted, widen_span
 from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
-from tgis.shard.kernels.cpu.jit.scalar_math import tanh
+from tgis.shard.kernels.cpu.jit.scalar_math import exp, tanh
 
 MANY_ROWS = 16  # units with more rows use tiles of TALL rows
 INITIAL_MAXIMUM = np.float32(-1e30)  # initial running maximum, below any score
@@ -68,6 +68,7 @@ class ScoringArgs(NamedTuple):
     slopes: int  # address of float32 [num_heads]
     bias: int  # address of float32 [num_heads, num_biases]
     num_biases: int
+    sinks: int  # address of float32 [num_heads]
 
 
 class Queries(NamedTuple):
@@ -304,12 +305,18 @@ def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None
 
 
 @reorderable
-def _finish_row(r: int, sums: int, u: Any, queries: Any, p: Any, length: int) -> None:
-    """Write the result of row `r` to the step's output. `sums` is the address of its sums."""
-    index = (u.start + r // u.heads) * queries.num_heads + u.head + r % u.heads
+def _finish_row(
+    r: int, sums: int, maximum: int, u: Any, queries: Any, p: Any, sinks: int, length: int
+) -> None:
+    """Write the result of row `r` to the step's output. `sums` and `maximum` are the addresses of its sums
+    and of the maximum to which they are relative."""
+    head = u.head + r % u.heads
+    index = (u.start + r // u.heads) * queries.num_heads + head
     out = carray(pointer(queries.out + 4 * index * p.head_dim, _F32), (p.head_dim,))
     values = carray(pointer(sums, _F32), (p.head_dim,))
     weight_sum = sum_lanes(sums + 4 * (length - LANES))
+    if sinks:
+        weight_sum += exp(peek(sinks + 4 * head, _F32) - peek(maximum, _F32))
     factor = p.value_factor / weight_sum if weight_sum != 0 else np.float32(0)
     for d in range(p.head_dim):
         out[d] = values[d] * factor
@@ -387,15 +394,18 @@ def attend_unit(
     is_whole = part.num_parts == 1
     results = s.results
     size = result_size(s.length)
+    maxima, stride = s.results + 4 * s.length, 4 * size
     if is_whole and u.end > part.segment_len:
         _attend_segments(height, u, following, queries, part, p, scoring, s, element)
     else:
         _attend_keys(u.begin, u.end, height, u, following, queries, p, scoring, s, element)
         if is_whole:
             results, size = s.sums, s.length
+            maxima, stride = s.maxima, 4
         else:
             if not keep_partials(u, part, queries.num_heads, s):
                 return
             merge_partials(u, part, queries.num_heads, scoring, s)
     for r in range(num_rows):
-        _finish_row(r, results + 4 * size * r, u, queries, p, s.length)
+        maximum = maxima + stride * r
+        _finish_row(r, results + 4 * size * r, maximum, u, queries, p, scoring.sinks, s.length)
