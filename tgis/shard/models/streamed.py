@@ -21,7 +21,6 @@ from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.smoothing import list_readers
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.smoothing import ChannelRange
@@ -31,8 +30,7 @@ _PIECE = 1 << 20  # approximate number of weights read at a time
 
 class PromptScores(NamedTuple):
     logprobs: Tensor  # float32 [num_tokens - 1], of the tokens except the first
-    ranges: dict[str, ChannelRange]
-    """Ranges of the linear layers that read a norm's output, by path; zeros for experts that are not used."""
+    ranges: dict[str, ChannelRange]  # by path of the layer; zeros for experts that no token uses
 
 
 def score_prompt(
@@ -42,9 +40,11 @@ def score_prompt(
     group: ProcessGroup,
     dtype: torch.dtype,
     token_ids: Sequence[int],
+    measured: Sequence[str] = (),
 ) -> PromptScores:
     """Compute a prompt with the checkpoint's own weights in float32 arithmetic. `dtype` is that of vectors
-    and embeddings. All ranks must call this. Raises WeightsError and ProcessGroupError."""
+    and embeddings, `measured` the paths of the layers whose ranges are returned. All ranks must call this.
+    Raises WeightsError and ProcessGroupError."""
     weights = registry.open_weights(path, config, spec)
     parts = _StreamedParts(group, weights, dtype, _StreamingKernels(group.device))
     model = Decoder(spec, parts)
@@ -65,8 +65,7 @@ def score_prompt(
     logits = model.logits(model.forward(inputs, attention)[:-1])
     weights.release()
     logprobs = logits.log_softmax(-1).gather(1, ids[1:].unsqueeze(1)).squeeze(1).cpu()
-    readers = [path for readers in list_readers(spec).values() for path in readers]
-    return PromptScores(logprobs, {path: parts.products[path].gather_range(group) for path in readers})
+    return PromptScores(logprobs, {path: parts.products[path].gather_range(group) for path in measured})
 
 
 class _StreamingKernels(TorchKernels):

@@ -174,4 +174,7 @@ def test_what_cannot_be_checked_is_left_out(tmp_path: Path, caplog: pytest.LogCa
         assert "--quantize int4 is not checked: the checkpoint takes 0.0 GiB" in caplog.text
         (directory / "tokenizer.json").write_text("{")
         assert open_probe(*arguments) is None
-    assert caplog.text.count("--quantize int4 is not checked: ") == 2
+        assert caplog.text.count("--quantize int4 is not checked: ") == 2
+        assert "without smoothing" not in caplog.text
+        assert not find_factors(stepping.ALONE, directory)
+    assert "activations are rounded to 8 bits without smoothing" in caplog.text

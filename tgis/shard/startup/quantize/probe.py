@@ -20,13 +20,13 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models.interface import ModelSpec
-from tgis.shard.models.smoothing import find_factors
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.models.streamed import score_prompt
 from tgis.shard.quant.registry import find_scheme
-from tgis.shard.quant.smoothing import NO_FACTORS, Factors
+from tgis.shard.quant.smoothing import Factors
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.memory_plan import GIB
+from tgis.shard.startup.quantize.smoothing import find_factors, list_readers
 
 logger = logging.getLogger(__name__)
 
@@ -80,17 +80,19 @@ def open_probe(
     needs_factors = _needs_factors(config, kernels)
     if find_scheme(config.quantize).layout is None or (config.no_quantize_check and not needs_factors):
         return None
-    if not isinstance(spec, DecoderSpec):
-        logger.info("--quantize %s is not checked: the model is no decoder-only model", config.quantize)
-        return None
     path = Path(config.model_path)
-    token_ids = _tokenize(config, spec.vocab_size)[:max_tokens]
-    # Factors must not depend on the free memory, because a shard that starts again must give equal results.
+    token_ids = _tokenize(config, spec)[:max_tokens]
+    # Factors must not depend on the free memory, because a restarted shard must compute the same results.
     can_read = needs_factors or _has_memory(path, config.quantize, memory or HostMemory())
     if not group.min(int(can_read and len(token_ids) >= MIN_TOKENS)):
+        if needs_factors:
+            logger.info("activations are rounded to 8 bits without smoothing")
         return None
-    logprobs, ranges = score_prompt(path, settings, spec, group, dtype, token_ids)
-    return Probe(token_ids, logprobs, find_factors(spec, ranges) if needs_factors else NO_FACTORS)
+    assert isinstance(spec, DecoderSpec), "other models have no tokens"
+    readers = list_readers(spec) if needs_factors else {}
+    measured = [path for paths in readers.values() for path in paths]
+    logprobs, ranges = score_prompt(path, settings, spec, group, dtype, token_ids, measured)
+    return Probe(token_ids, logprobs, find_factors(readers, ranges))
 
 
 def _needs_factors(config: ShardConfig, kernels: Kernels) -> bool:
@@ -112,15 +114,19 @@ def _has_memory(path: Path, quantize: str | None, memory: HostMemory) -> bool:
     return False
 
 
-def _tokenize(config: ShardConfig, vocab_size: int) -> list[int]:
-    """Return the first tokens of the text, or none if the tokenizer does not fit the model."""
+def _tokenize(config: ShardConfig, spec: ModelSpec) -> list[int]:
+    """Return the first tokens of the text, or none if the model is no decoder or its tokenizer does not
+    fit."""
+    if not isinstance(spec, DecoderSpec):
+        logger.info("--quantize %s is not checked: the model is no decoder-only model", config.quantize)
+        return []
     file = Path(config.tokenizer_path or config.model_path) / "tokenizer.json"
     try:
         ids: list[int] = Tokenizer.from_file(str(file)).encode(TEXT).ids
     except Exception as error:  # the library raises plain exceptions
         logger.info("--quantize %s is not checked: %s", config.quantize, first_line(error))
         return []
-    return ids[:MAX_TOKENS] if all(i < vocab_size for i in ids) else []
+    return ids[:MAX_TOKENS] if all(i < spec.vocab_size for i in ids) else []
 
 
 def warn_of_loss(probe: Probe, runner: ModelRunner, config: ShardConfig) -> None:

@@ -1,6 +1,6 @@
 """Norms whose output only linear layers read, so that factors can be moved from the norm to these layers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -32,12 +32,12 @@ def _list_feed_forward(spec: DecoderSpec, path: str, layer: int) -> Iterator[str
     yield from (f"{path}.experts.{i}.up" for i in range(spec.experts.num_experts))
 
 
-def find_factors(spec: DecoderSpec, ranges: Mapping[str, ChannelRange]) -> Factors:
-    """Return the factors of all norms and their readers. `ranges` has the readers' ranges by path."""
+def find_factors(readers: Mapping[str, Sequence[str]], ranges: Mapping[str, ChannelRange]) -> Factors:
+    """Return the factors of norms and of their readers, whose ranges are given by path."""
     factors = {}
-    for norm, readers in list_readers(spec).items():
+    for norm, paths in readers.items():
         inputs, weights = (
-            torch.stack(each).amax(0) for each in zip(*(ranges[path] for path in readers), strict=True)
+            torch.stack(each).amax(0) for each in zip(*(ranges[path] for path in paths), strict=True)
         )
-        factors |= dict.fromkeys((norm, *readers), choose_factors(ChannelRange(inputs, weights)))
+        factors |= dict.fromkeys((norm, *paths), choose_factors(ChannelRange(inputs, weights)))
     return factors
