@@ -79,7 +79,8 @@ class ModelOptions:
     no_quantize_check: bool = option(
         "Do not compare a model that --quantize rounds with its unrounded weights, on a short text, when it "
         "starts. The comparison takes about 3 s for a billion weights and logs a warning if the model loses "
-        "more than is usual; it is left out if the checkpoint does not fit free memory.",
+        "more than is usual; it is left out if the checkpoint does not fit free memory. Activations that are "
+        "rounded to 8 bits are smoothed by the same text, with or without the comparison.",
         False,
     )
     rope_scaling: str | None = option(

@@ -55,6 +55,7 @@ from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
 from tgis.shard.quant.schemes.none import UNQUANTIZED
+from tgis.shard.quant.smoothing import NO_FACTORS, Factors
 
 logger = logging.getLogger(__name__)
 
@@ -152,13 +153,15 @@ def load(
     kernels: Kernels | None = None,
     scheme: Scheme = UNQUANTIZED,
     spec: Spec | None = None,
+    factors: Factors = NO_FACTORS,
 ) -> Decoder | EncoderDecoderModel:
     """Load this rank's part of the model with weights in `dtype`. The defaults are the CPU's kernels and the
-    specification that `config` describes. Raises UnsupportedModelError, WeightsError."""
+    specification that `config` describes. `factors` smooth activations. Raises UnsupportedModelError and
+    WeightsError."""
     spec = spec or make_spec(config)
     with open_weights(path, config, spec) as weights:
         common = (group, weights, dtype, kernels or _cpu_kernels())
-        parts = Parts(*common, scheme=scheme, sensitivity=describe_sensitivity(spec))
+        parts = Parts(*common, scheme=scheme, sensitivity=describe_sensitivity(spec), factors=factors)
         model = build(spec, parts)
         refuse_unread(path, weights.list_unread(), config)
     if parts.widened:

@@ -28,6 +28,7 @@ from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.rope_option import read_rope_option
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
+from tgis.shard.quant.smoothing import NO_FACTORS
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
@@ -122,10 +123,11 @@ class LoadPlan:
         guides = self.start_guides()
         group = group or _connect(config, on.device)
         self.check_fit(group)
+        probe = self._open_probe(group)
         before = on.memory.memory_used()
-        model = self.choice.load(group, self.dtype, on.kernels)
+        factors = probe.factors if probe is not None else NO_FACTORS
+        model = self.choice.load(group, self.dtype, on.kernels, factors=factors)
         _check_length(model.spec, demand.max_sequence_length)
-        probe = self._open_probe(model.spec, group)
         release_memory()
         weight_gib = (on.memory.memory_used() - before) / GIB
         guides.wait_until_ready()  # so that the measurement of a step below excludes the tokenizer's memory
@@ -147,9 +149,10 @@ class LoadPlan:
         )
         return runner
 
-    def _open_probe(self, spec: ModelSpec, group: ProcessGroup) -> Probe | None:
+    def _open_probe(self, group: ProcessGroup) -> Probe | None:
         longest = min(self.demand.max_sequence_length - 1, self.config.max_step_tokens)
-        return quantize_probe.open_probe(self.config, self.settings, spec, group, self.dtype, longest)
+        what = (self.config, self.settings, self.choice.spec, group, self.dtype, self.on.kernels)
+        return quantize_probe.open_probe(*what, longest)
 
     @property
     def dtype(self) -> torch.dtype:

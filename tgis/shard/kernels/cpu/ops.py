@@ -51,6 +51,11 @@ class CpuKernels(CpuRounder, Unfused):
             return self._pack_int8
         return code_product.find_packer(layout, self._rounds_activations)
 
+    def rounds_inputs(self, layout: CodeLayout) -> bool:
+        if layout.rounds_activations:
+            return True
+        return self._rounds_activations and not layout.table and self.find_code_packer(layout) is not None
+
     def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
         return code_product.find_table_packer(layout, self._rounds_activations)
 
