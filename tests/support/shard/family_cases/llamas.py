@@ -32,6 +32,12 @@ def sizes(**overrides: Any) -> dict[str, Any]:
     return {**SMALL, **overrides}
 
 
+def hybrid(**options: Any) -> dict[str, Any]:
+    mamba = {"mamba_n_heads": 2, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 8}
+    others = {"shared_intermediate_size": 40, "layer_types": ["linear_attention", "full_attention"]}
+    return sizes(**{**mamba, **others, **multipliers(0.3, 0.6, 3.0, 2.0), **options})
+
+
 def experts(**overrides: Any) -> dict[str, Any]:
     return sizes(num_local_experts=4, num_experts_per_tok=2, **overrides)
 
@@ -168,5 +174,23 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         **experts(tie_word_embeddings=True, num_key_value_heads=4, **multipliers(0.2, 0.3, 7.0, 3.0))
     ),
     "granitemoe_biases": lambda: hf.GraniteMoeConfig(**experts(attention_bias=True)),
+    "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(**hybrid(num_local_experts=0)),
+    "granitemoehybrid_experts_rope_biases": lambda: hf.GraniteMoeHybridConfig(
+        **hybrid(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            position_embedding_type="rope",
+            mamba_n_groups=2,
+            mamba_n_heads=4,
+            mamba_d_state=24,
+            mamba_conv_bias=False,
+            mamba_proj_bias=True,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        )
+    ),
+    "granitemoehybrid_attention_only": lambda: hf.GraniteMoeHybridConfig(
+        **hybrid(num_local_experts=0, layer_types=["full_attention"] * 2, position_embedding_type="rope")
+    ),
     "starcoder2": lambda: hf.Starcoder2Config(**sizes(sliding_window=5)),
 }

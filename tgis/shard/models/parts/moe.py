@@ -23,6 +23,10 @@ class SparseMLP:
         self._finish = finish
         self._score = Replicated(parts, f"{path}.router", spec.hidden_size, experts.num_experts)
         sizes = replace(spec, intermediate_size=experts.intermediate_size)
+        self._shared = None
+        if experts.shared_size:
+            shared = replace(spec, intermediate_size=experts.shared_size)
+            self._shared = MLP(shared, parts, f"{path}.shared")
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
 
     def __call__(self, x: Tensor, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:
@@ -39,7 +43,7 @@ class SparseMLP:
             weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)  # indices in flattened `chosen`, sorted by expert
         counts = chosen.flatten().bincount(minlength=self._spec.num_experts).tolist()
-        out = torch.zeros_like(x)
+        out = torch.zeros_like(x) if self._shared is None else self._shared.partial(x, adapters)
         for expert, places in zip(self._experts, torch.split(order, counts), strict=True):
             if len(places):
                 tokens = places // self._spec.num_active
