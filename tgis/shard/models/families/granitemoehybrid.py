@@ -72,8 +72,8 @@ def _mamba(config: Config, plain: DecoderSpec) -> MambaSpec | None:
 
 def _list_mamba_layers(config: Config, num_layers: int) -> frozenset[int]:
     types = config.get("layer_types") or config.get("layers_block_type") or ["mamba"] * num_layers
-    unknown = [each for each in types if each not in MAMBA + ATTENTION]
-    if unknown or len(types) != num_layers:
+    is_list = isinstance(types, list | tuple) and len(types) == num_layers
+    if not is_list or any(each not in MAMBA + ATTENTION for each in types):
         raise UnsupportedModelError(f"layer_types {types!r} of the configuration are not supported")
     layers = frozenset(i for i, each in enumerate(types) if each in MAMBA)
     if len(layers) == num_layers:
