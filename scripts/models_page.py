@@ -23,6 +23,18 @@ All of them support sharding (`--num-shard`), quantization (`--quantize`), soft 
 tiny models of every family with transformers in float32 on one shard, and Llama models on two. Accuracy and speed were
 measured only with models of Llama's shape and Gemma 3.
 
+## Models that keep a state
+
+Granite 4 models with Mamba layers keep a state for each sequence, in float32 and in addition to the keys and values of
+their attention layers: 56 MiB for `granite-4.0-h-tiny`. At startup, a shard reserves states for `--max-batch-size`
+sequences and as many snapshots, but at most half of the cache's memory, or what the blocks leave. If there are fewer
+states than sequences, the others wait. The log reports the number and size; `tgi_state_usage_ratio` and
+`tgi_state_snapshots` report their use ([how it works](how-it-works.md)). `--kv-cache-memory-fraction` increases both.
+
+What does not work with such a model: GPUs, which are refused; drafts (`--speculate`), with a warning; GPTQ
+(`text-generation-server quantize`), which is refused; and models without any attention layer, which are refused. The
+heads and groups of Mamba layers must be divisible by the number of shards; shards may share a group.
+
 ## Quantized checkpoints
 
 The service takes the settings of a quantized checkpoint from the checkpoint itself: `quantization_config` of

@@ -13,6 +13,8 @@ from tgis.shard.checkpoint.tensors import ALL, ScaledColumns, Sliced, StackedRow
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
+from tgis.shard.layers.states import Mamba2
+from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole, Rounder, Scheme
 from tgis.shard.quant.schemes.none import UNQUANTIZED
 from tgis.shard.quant.schemes.portable_rounder import PortableRounder
@@ -164,6 +166,14 @@ class Kernels(Rounder, Protocol):
         positions: int64 [num_tokens], inv_freq: [num_sets, half], amplitudes: [num_sets]. `factor_sets`,
         int64 [num_tokens], selects each token's set; None selects the first for all. `growth`, float32
         [num_tokens], is defined by `DynamicScaling`."""
+
+    def mix_states(self, rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> Tensor:
+        """Return y of a Mamba 2 layer, float32 [num_tokens, width], and update the states of layer number
+        `layer`. rows: [num_tokens, any], the product of its first matrix."""
+
+    def gate_norm(self, x: Tensor, rows: Tensor, mixer: Mamba2) -> Tensor:
+        """Return the RMS norm of x * silu(gate) in each group, [num_tokens, width]. Overwrites x. The gate
+        is the first part of `rows`."""
 
     def norm_product(
         self,

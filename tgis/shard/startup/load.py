@@ -24,7 +24,9 @@ from tgis.shard.collectives import CPU, LOOPBACK, ProcessGroup, ProcessGroupErro
 from tgis.shard.kernels.cpu.jit.cache import use_cache_home
 from tgis.shard.memory.host_limits import release_memory
 from tgis.shard.memory.kv_cache import bytes_per_block
+from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
+from tgis.shard.models.parts.mamba import find_state_shape
 from tgis.shard.models.rope_option import read_rope_option
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
@@ -37,7 +39,7 @@ from tgis.shard.startup import choose_platform, engine_choice, memory_plan
 from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.cache_type import CacheType, choose_cache_type
 from tgis.shard.startup.engine_choice import Choice
-from tgis.shard.startup.memory_plan import GIB, Demand, MemoryBudget
+from tgis.shard.startup.memory_plan import GIB, MIB, Demand, MemoryBudget
 from tgis.shard.startup.platform import Platform, RunnerParts, configure_torch
 from tgis.shard.startup.quantize import check as quantize_check
 from tgis.shard.startup.quantize import probe as quantize_probe
@@ -90,6 +92,7 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
         max_batch_size=config.max_batch_size,
         kv_cache_tokens=config.kv_cache_tokens,
         is_encoder_decoder=choice.spec.is_encoder_decoder,
+        state_bytes=_count_state_bytes(config, choice, on),
     )
     limits = adapter_limits(config, choice.is_native, length)
     dtype_name = _choose_dtype(config.dtype, settings, choice, on.device)
@@ -135,6 +138,12 @@ class LoadPlan:
             on.kernels.prepare_adapters()
         loaded = _Loaded(self, info, model, group, guides, open_adapters(config, model))
         runner = loaded.sizing().make_sized_runner()
+        if runner.info.num_states:
+            logger.info(
+                "states of sequences take %.2f GiB (float32): %d of %.2f MiB",
+                runner.info.num_states * demand.state_bytes / GIB,
+                *(runner.info.num_states, demand.state_bytes / MIB),
+            )
         if probe is not None:
             quantize_probe.warn_of_loss(probe, runner, config)
         on.compiler.finish()
@@ -280,7 +289,7 @@ class _Loaded:
             graph_sizes=self.graph_sizes,
         )
 
-    def make_runner(self, num_blocks: int) -> ModelRunner:
+    def make_runner(self, num_blocks: int, num_states: int) -> ModelRunner:
         spec = self.model.spec
         demand = self.plan.demand
         on = self.plan.on
@@ -293,8 +302,9 @@ class _Loaded:
             num_blocks + on.num_dummy_blocks,
             cache_type.scales,
         )
-        info = pb.InfoResponse(num_blocks=num_blocks)
+        info = pb.InfoResponse(num_blocks=num_blocks, num_states=num_states)
         info.MergeFrom(self.info)
+        shape = find_state_shape(spec, self.group.size)
         limits = RowLimits(
             demand.max_sequence_length,
             demand.block_size,
@@ -305,6 +315,7 @@ class _Loaded:
         parts = RunnerParts(
             self.model,
             cache,
+            None if shape is None else StateCache(shape, num_states, self.group.device),
             self.guides,
             self.adapters,
             info,
@@ -313,6 +324,17 @@ class _Loaded:
             self.can_capture,
         )
         return on.make_runner(on, parts)
+
+
+def _count_state_bytes(config: ShardConfig, choice: Choice, on: Platform) -> int:
+    """Return the bytes of a sequence's state on one rank; 0 if the model keeps none. Raises
+    UnsupportedModelError."""
+    shape = find_state_shape(choice.spec, config.world_size)
+    if shape is None:
+        return 0
+    if on.device.type != "cpu":
+        raise UnsupportedModelError("models with Mamba layers run only on CPUs: set --device cpu")
+    return shape.num_bytes
 
 
 def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Platform:
