@@ -59,6 +59,11 @@ def mix(
     return list(kernels.gate_norm(y, rows, mixer).split(counts))
 
 
+def read_sums(cache: StateCache, slot: int) -> Tensor:
+    """Return a layer's sums as transformers stores them, [num_heads, head_dim, state_size]."""
+    return cache.sums(LAYER)[slot].transpose(2, 3).flatten(1, 2)
+
+
 def expect(mixer: Mamba2, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return transformers' result for a whole sequence, and its sums, [num_heads, head_dim, state_size]."""
     sizes = mixer.sizes
@@ -97,7 +102,7 @@ def test_equals_transformers(platform: str, sizes: StateSizes) -> None:
     for slot, y in zip(rows, mix(kernels, mixer, cache, list(rows.items())), strict=True):
         expected, sums = expect(mixer, rows[slot])
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(cache.sums(LAYER)[slot], sums.transpose(1, 2), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(read_sums(cache, slot), sums, rtol=1e-4, atol=1e-5)
     others = [slot for slot in range(cache.num_slots) if slot not in rows]
     assert torch.equal(cache.memory[others], before[others])
     for layer in {*range(NUM_LAYERS)} - {LAYER}:
@@ -134,4 +139,4 @@ def test_a_state_is_that_of_transformers_after_a_thousand_tokens() -> None:
     for part in rows.split(300):
         mix(CPU_KERNELS, mixer, cache, [(2, part)])
     _, sums = expect(mixer, rows)
-    torch.testing.assert_close(cache.sums(LAYER)[2], sums.transpose(1, 2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(read_sums(cache, 2), sums, rtol=1e-4, atol=1e-4)

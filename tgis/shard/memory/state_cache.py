@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tgis.shard.memory.kv_cache import CPU, allocate_zeros
 
+BLOCK = 16
 _ALIGNMENT = 16  # elements
 
 
@@ -37,6 +38,12 @@ class StateSizes(NamedTuple):
         return self.width + 2 * self.group_width
 
     @property
+    def block(self) -> int:
+        """Number of neighbouring channels of a head whose sums are stored together, so that they fit into the
+        first-level cache."""
+        return BLOCK if self.head_dim % BLOCK == 0 else self.head_dim
+
+    @property
     def window_elements(self) -> int:
         return _align((self.kernel_size - 1) * self.num_channels)
 
@@ -60,7 +67,8 @@ class StateShape:
 
 class StateCache:
     """Slots for states. A slot has, for each recurrent layer in turn, the window of the convolution's last
-    inputs, [kernel_size - 1, num_channels], oldest first, and the sums, [num_heads, state_size, head_dim]."""
+    inputs, [kernel_size - 1, num_channels], oldest first, and the sums, [num_heads, head_dim / block,
+    state_size, block]."""
 
     def __init__(self, shape: StateShape, num_slots: int, device: torch.device = CPU):
         self.shape = shape
@@ -84,11 +92,12 @@ class StateCache:
         return part.view(self.num_slots, sizes.kernel_size - 1, sizes.num_channels)
 
     def sums(self, layer: int) -> Tensor:
-        """Return a view of a layer's sums: [num_slots, num_heads, state_size, head_dim]."""
+        """Return a view of a layer's sums: [num_slots, num_heads, head_dim / block, state_size, block]."""
         sizes = self.shape.sizes
         begin = layer * sizes.num_elements + sizes.window_elements
         part = self.memory[:, begin : begin + sizes.width * sizes.state_size]
-        return part.view(self.num_slots, sizes.num_heads, sizes.state_size, sizes.head_dim)
+        num_blocks = sizes.head_dim // sizes.block
+        return part.view(self.num_slots, sizes.num_heads, num_blocks, sizes.state_size, sizes.block)
 
 
 @dataclass(frozen=True)

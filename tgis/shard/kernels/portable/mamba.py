@@ -44,7 +44,7 @@ def _scan(channels: Tensor, times: Tensor, mixer: Mamba2, sums: Tensor) -> Tenso
     """Return y of a sequence's new tokens, [count, width], and update its sums."""
     sizes = mixer.sizes
     x, left, right = torch.split(channels, [sizes.width, sizes.group_width, sizes.group_width], -1)
-    x = x.reshape(len(x), sizes.num_heads, sizes.head_dim)
+    x = x.reshape(len(x), sizes.num_heads, -1, sizes.block)  # [count, num_heads, num_blocks, block]
     per_group = sizes.num_heads // sizes.num_groups
     # [count, num_heads, state_size]
     left, right = (
@@ -54,7 +54,7 @@ def _scan(channels: Tensor, times: Tensor, mixer: Mamba2, sums: Tensor) -> Tenso
     decays = torch.exp(steps * mixer.decay)
     out = torch.empty_like(x)
     for t in range(len(x)):
-        sums *= decays[t, :, None, None]
-        sums += left[t].unsqueeze(2) * (x[t] * steps[t].unsqueeze(1)).unsqueeze(1)
-        out[t] = (sums * right[t].unsqueeze(2)).sum(1)
-    return (out + x * mixer.skip.unsqueeze(1)).flatten(1)
+        sums *= decays[t, :, None, None, None]
+        sums += left[t, :, None, :, None] * (x[t] * steps[t, :, None, None]).unsqueeze(2)
+        out[t] = (sums * right[t, :, None, :, None]).sum(2)
+    return (out + x * mixer.skip[:, None, None]).flatten(1)

@@ -1,9 +1,9 @@
 """Compiled kernels of Mamba 2 layers. Tokens of a sequence are computed one after the other, each as if
 alone, so a token's bits do not depend on the step, the chunk of the prompt or the batch that computes it.
 
-The sums of a head stay in the first-level cache while the tokens of a prompt pass. A token then takes few
-operations compared with the products before and after it. A formulation by products of matrices, whose bits
-would depend on where a prompt is cut, would save little."""
+The sums of some channels stay in the first-level cache while the tokens of a prompt pass. A token then takes
+few operations compared with the products before and after it. A formulation by products of matrices, whose
+bits would depend on where a prompt is cut, would save little."""
 
 from typing import Any
 
@@ -25,11 +25,9 @@ from tgis.shard.kernels.cpu.jit.llvm import I64
 from tgis.shard.kernels.cpu.jit.scalar_math import exp
 from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
+from tgis.shard.memory.state_cache import BLOCK
 
-LANES = 16  # float32 in a vector; if registers are shorter, LLVM splits vectors, with the same results
-CHANNELS = 64  # channels of the convolution per unit of work
-_VECTORS = 4 if llvm.has_feature("avx512f") else 2  # accumulators that fit into registers
-_BLOCK = _VECTORS * LANES
+CHANNELS = 256  # channels of the convolution per unit of work
 _F32, _I64 = np.float32(0), np.int64(0)
 _BYTES = 4
 
@@ -46,37 +44,31 @@ def _accumulate(x: Any, weight: Any, out: Any) -> None:
 
 
 @ordered
-def _convolve_token(x: Any, window: Any, t: int, begin: int, weight: Any, bias: Any, out: Any) -> None:
-    """Compute one token's channels. x: [num_tokens, channels]. weight: [kernel_size, channels]. The window,
-    [kernel_size - 1, channels], has the inputs before the sequence's first new token."""
-    before = weight.shape[0] - 1
+def _copy(x: Any, out: Any) -> None:
     for c in range(out.shape[0]):
-        out[c] = bias[c]
-    for j in range(before + 1):
-        source = t - before + j
-        if source >= begin:
-            _accumulate(x[source], weight[j], out)
-        else:
-            _accumulate(window[before + source - begin], weight[j], out)
-    for c in range(out.shape[0]):
-        out[c] = _silu(out[c])
+        out[c] = x[c]
 
 
 @ordered
-def _move_window(x: Any, window: Any, begin: int, end: int) -> None:
+def _silu_row(x: Any) -> None:
+    for c in range(x.shape[0]):
+        x[c] = _silu(x[c])
+
+
+@ordered
+def _move_window(rows: Any, column: int, window: Any, begin: int, end: int, first: int, last: int) -> None:
+    """Set channels first ... last of a window to the newest inputs."""
     before = window.shape[0]
     for i in range(before):
         source = end - before + i
         if source >= begin:
-            for c in range(window.shape[1]):
-                window[i, c] = x[source, c]
+            _copy(rows[source, column + first : column + last], window[i, first:last])
         else:
-            for c in range(window.shape[1]):
-                window[i, c] = window[before + source - begin, c]
+            _copy(window[before + source - begin, first:last], window[i, first:last])
 
 
 def _convolve(args: Any) -> None:
-    num_tokens, num_seqs, channels, kernel_size, row_size, first_column = operands(args, 1, 6)
+    num_tokens, num_seqs, channels, kernel_size, row_size, column = operands(args, 1, 6)
     slots_address, begins_address, slot_size, windows_address = operands(args, 7, 4)
     x_address, weight_address, bias_address, out_address = operands(args, 11, 4)
     slots = carray(pointer(slots_address, _I64), (num_seqs,))
@@ -85,59 +77,72 @@ def _convolve(args: Any) -> None:
     weight = carray(pointer(weight_address, _F32), (kernel_size, channels))
     bias = carray(pointer(bias_address, _F32), (channels,))
     out = carray(pointer(out_address, _F32), (num_tokens, channels))
-    num_parts = (channels + CHANNELS - 1) // CHANNELS
+    num_parts, before = (channels + CHANNELS - 1) // CHANNELS, kernel_size - 1
     unit = next_unit(args)
     while unit < num_seqs * num_parts:
-        sequence, part = unit // num_parts, unit % num_parts
-        first = part * CHANNELS
+        sequence, first = unit // num_parts, unit % num_parts * CHANNELS
         last = min(first + CHANNELS, channels)
         begin, end = begins[sequence], begins[sequence + 1]
         address = windows_address + slots[sequence] * slot_size * _BYTES
-        window = carray(pointer(address, _F32), (kernel_size - 1, channels))[:, first:last]
-        x = rows[:, first_column + first : first_column + last]
-        own_weight, own_bias = weight[:, first:last], bias[first:last]
+        window = carray(pointer(address, _F32), (before, channels))
         for t in range(begin, end):
-            _convolve_token(x, window, t, begin, own_weight, own_bias, out[t, first:last])
-        _move_window(x, window, begin, end)
+            total = out[t, first:last]
+            _copy(bias[first:last], total)
+            for j in range(kernel_size):
+                source = t - before + j
+                if source >= begin:
+                    _accumulate(rows[source, column + first : column + last], weight[j, first:last], total)
+                else:
+                    _accumulate(window[before + source - begin, first:last], weight[j, first:last], total)
+            _silu_row(total)
+        _move_window(rows, column, window, begin, end, first, last)
         unit = next_unit(args)
 
 
-@llvm_function()
-def _advance_block(
-    b: Any, sums: Any, x: Any, left: Any, right: Any, decay: Any, out: Any, state_size: Any, stride: Any
-) -> None:
-    """Advance _BLOCK channels of a head by one token: sums = sums * decay + left x^T, out = sums^T right. All
-    arguments but the sizes are addresses; rows of sums are `stride` bytes apart."""
-    places = [I64(v * LANES * _BYTES) for v in range(_VECTORS)]
-    inputs = [llvm.load_vector(b, b.add(x, place), LANES) for place in places]
-    factor = llvm.load_broadcast(b, decay, LANES)
+def _advance_blocks(num_blocks: int) -> Any:
+    """Return a function that advances blocks of a head by a token: sums = sums * decay + left (step x)^T, and
+    out = sums^T right + skip x. Its arguments are addresses, `factors` that of decay, step and skip."""
 
-    def build(k: Any, totals: list[Any]) -> list[Any]:
-        offset = b.mul(k, I64(_BYTES))
-        into = llvm.load_broadcast(b, b.add(left, offset), LANES)
-        from_ = llvm.load_broadcast(b, b.add(right, offset), LANES)
-        row = b.add(sums, b.mul(k, stride))
-        after = []
+    def build_all(
+        b: Any, sums: Any, x: Any, left: Any, right: Any, factors: Any, out: Any, state_size: Any
+    ) -> None:
+        places = [I64(i * BLOCK * _BYTES) for i in range(num_blocks)]
+        decay, step, skip = (llvm.load_broadcast(b, b.add(factors, I64(i * _BYTES)), BLOCK) for i in range(3))
+        inputs = [llvm.load_vector(b, b.add(x, place), BLOCK) for place in places]
+        scaled = [b.fmul(one, step) for one in inputs]
+        size = b.mul(state_size, I64(BLOCK * _BYTES))
+        blocks = [b.add(sums, b.mul(size, I64(i))) for i in range(num_blocks)]
+
+        def build(k: Any, totals: list[Any]) -> list[Any]:
+            offset, row = b.mul(k, I64(_BYTES)), b.mul(k, I64(BLOCK * _BYTES))
+            into = llvm.load_broadcast(b, b.add(left, offset), BLOCK)
+            from_ = llvm.load_broadcast(b, b.add(right, offset), BLOCK)
+            after = []
+            for block, one, total in zip(blocks, scaled, totals, strict=True):
+                before = llvm.load_vector(b, b.add(block, row), BLOCK)
+                value = llvm.multiply_add(b, before, decay, b.fmul(one, into))
+                llvm.store_vector(b, value, b.add(block, row))
+                after.append(llvm.multiply_add(b, value, from_, total))
+            return after
+
+        totals = llvm.loop(b, state_size, [llvm.constant(0.0, BLOCK)] * num_blocks, build)
         for place, one, total in zip(places, inputs, totals, strict=True):
-            before = llvm.load_vector(b, b.add(row, place), LANES)
-            value = llvm.multiply_add(b, before, factor, b.fmul(one, into))
-            llvm.store_vector(b, value, b.add(row, place))
-            after.append(llvm.multiply_add(b, value, from_, total))
-        return after
+            llvm.store_vector(b, llvm.multiply_add(b, one, skip, total), b.add(out, place))
 
-    totals = llvm.loop(b, state_size, [llvm.constant(0.0, LANES)] * _VECTORS, build)
-    for place, total in zip(places, totals, strict=True):
-        llvm.store_vector(b, total, b.add(out, place))
+    return llvm_function()(build_all)
+
+
+_advance_pair, _advance_one = _advance_blocks(2), _advance_blocks(1)
 
 
 @ordered
-def _advance_channel(sums: Any, x: Any, left: Any, right: Any, decay: Any, p: int) -> Any:
-    """Do the same for one channel."""
-    total = np.float32(0)
+def _advance_channel(sums: Any, x: Any, left: Any, right: Any, factors: Any, p: int) -> Any:
+    """Do the same for one channel, and return its output."""
+    total, scaled = np.float32(0), x * factors[1]
     for n in range(left.shape[0]):
-        sums[n, p] = fused(sums[n, p], decay, x * left[n])
+        sums[n, p] = fused(sums[n, p], factors[0], scaled * left[n])
         total = fused(sums[n, p], right[n], total)
-    return total
+    return fused(x, factors[2], total)
 
 
 @ordered
@@ -152,51 +157,45 @@ def _scan(args: Any) -> None:
     slots_address, begins_address, slot_size, sums_address = operands(args, 8, 4)
     x_address, rows_address, decay_address, bias_address, skip_address = operands(args, 12, 5)
     min_bits, max_bits, out_address = operands(args, 17, 3)
-    width, group_width = num_heads * dim, num_groups * state_size
+    width, num_channels = num_heads * dim, num_heads * dim + 2 * num_groups * state_size
     slots = carray(pointer(slots_address, _I64), (num_seqs,))
     begins = carray(pointer(begins_address, _I64), (num_seqs + 1,))
-    x = carray(pointer(x_address, _F32), (num_tokens, width + 2 * group_width))
+    x = carray(pointer(x_address, _F32), (num_tokens, num_channels))
     rows = carray(pointer(rows_address, _F32), (num_tokens, row_size))
     decays = carray(pointer(decay_address, _F32), (num_heads,))
     biases = carray(pointer(bias_address, _F32), (num_heads,))
     skips = carray(pointer(skip_address, _F32), (num_heads,))
     out = carray(pointer(out_address, _F32), (num_tokens, width))
     shortest, longest = as_float(min_bits), as_float(max_bits)
-    num_whole = dim // _BLOCK * _BLOCK
-    scaled, decay = np.empty(dim, np.float32), np.empty(1, np.float32)
+    num_blocks = dim // BLOCK if dim % BLOCK == 0 else 0
+    factors = np.empty((num_tokens, 3), np.float32)
     unit = next_unit(args)
     while unit < num_seqs * num_heads:
         sequence, head = unit // num_heads, unit % num_heads
-        size = state_size * dim
-        address = sums_address + (slots[sequence] * slot_size + head * size) * _BYTES
+        begin, end, first = begins[sequence], begins[sequence + 1], head * dim
+        address = sums_address + (slots[sequence] * slot_size + first * state_size) * _BYTES
         sums = carray(pointer(address, _F32), (state_size, dim))
-        first = head * dim
         left_at = width + head * num_groups // num_heads * state_size
-        right_at = left_at + group_width
-        for t in range(begins[sequence], begins[sequence + 1]):
+        right_at = left_at + num_groups * state_size
+        for t in range(begin, end):
             step = _find_step(rows[t, row_size - num_heads + head] + biases[head], shortest, longest)
-            decay[0] = exp(step * decays[head])
-            for p in range(dim):
-                scaled[p] = x[t, first + p] * step
+            factors[t, 0], factors[t, 1], factors[t, 2] = exp(step * decays[head]), step, skips[head]
+        for k in range(0, num_blocks, 2):  # so few that their sums fit into the first-level cache
+            part = address + k * state_size * BLOCK * _BYTES
+            for t in range(begin, end):
+                row, place = x_address + t * num_channels * _BYTES, (first + k * BLOCK) * _BYTES
+                inputs = (row + place, row + left_at * _BYTES, row + right_at * _BYTES)
+                given, target = factors.ctypes.data + 3 * t * _BYTES, out_address + t * width * _BYTES + place
+                if k + 1 < num_blocks:
+                    _advance_pair(part, *inputs, given, target, state_size)
+                else:
+                    _advance_one(part, *inputs, given, target, state_size)
+        for t in range(begin, end if num_blocks == 0 else begin):
             left, right = x[t, left_at : left_at + state_size], x[t, right_at : right_at + state_size]
-            for p in range(0, num_whole, _BLOCK):
-                _advance_block(
-                    address + p * _BYTES,
-                    scaled.ctypes.data + p * _BYTES,
-                    left.ctypes.data,
-                    right.ctypes.data,
-                    decay.ctypes.data,
-                    out_address + (t * width + first + p) * _BYTES,
-                    state_size,
-                    dim * _BYTES,
-                )
-            for p in range(num_whole, dim):
-                out[t, first + p] = _advance_channel(sums, scaled[p], left, right, decay[0], p)
             for p in range(dim):
-                out[t, first + p] = fused(x[t, first + p], skips[head], out[t, first + p])
+                out[t, first + p] = _advance_channel(sums, x[t, first + p], left, right, factors[t], p)
         unit = next_unit(args)
-    keep_alive(scaled)
-    keep_alive(decay)
+    keep_alive(factors)
 
 
 @ordered
