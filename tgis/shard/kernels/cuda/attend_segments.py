@@ -63,11 +63,13 @@ def find_sequence(work_starts, work, num_seqs):
 
 
 @triton.jit
-def find_first(length, window):
+def find_first(length, window, chunk):
     """Return the first key that the last token attends to."""
     first = 0
     if window is not None:
         first = tl.maximum(length - window, 0)
+    if chunk is not None:
+        first = tl.maximum(length - 1, 0) // chunk * chunk
     return first
 
 
@@ -79,14 +81,15 @@ def find_length(length, SEGMENT_LEN: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
 
 @triton.jit
 def find_part(
-    seq_lens, work_starts, work, num_seqs, window, SEGMENT_LEN: tl.constexpr, MAX_SEGMENTS: tl.constexpr
+    seq_lens, work_starts, work, num_seqs, score, SEGMENT_LEN: tl.constexpr, MAX_SEGMENTS: tl.constexpr
 ):
     """Return the sequence of a segment, its length, the bounds of the segment, and the first visible key."""
     seq = find_sequence(work_starts, work, num_seqs)
     length = tl.load(seq_lens + seq)
     size = find_length(length, SEGMENT_LEN, MAX_SEGMENTS)
     begin = (work - tl.load(work_starts + seq)) * size
-    return seq, length, begin, tl.minimum(begin + size, length), find_first(length, window)
+    first = find_first(length, score.window, score.chunk)
+    return seq, length, begin, tl.minimum(begin + size, length), first
 
 
 # Values that change between steps, and views into other tensors: kernels must not be specialised on them.
@@ -124,7 +127,7 @@ def attend_segments_kernel(
         kv_head = item % SIZES.num_kv_heads
         work = item // SIZES.num_kv_heads
         seq, length, begin, end, first = find_part(
-            seq_lens, work_starts, work, num_seqs, score.window, SEGMENT_LEN, MAX_SEGMENTS
+            seq_lens, work_starts, work, num_seqs, score, SEGMENT_LEN, MAX_SEGMENTS
         )
         if first < end:  # otherwise the segment is not visible, and merge_segments_kernel does not read it
             heads = kv_head * SIZES.group + tl.minimum(row, SIZES.group - 1)
@@ -150,6 +153,7 @@ def merge_segments_kernel(
     parts,
     out,
     window,
+    chunk,
     SIZES: tl.constexpr,
     SEGMENT_LEN: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
@@ -161,7 +165,7 @@ def merge_segments_kernel(
     num_heads = SIZES.num_kv_heads * SIZES.group
     length, start = tl.load(seq_lens + seq), tl.load(work_starts + seq)
     count = tl.load(work_starts + seq + 1) - start
-    first = find_first(length, window) // find_length(length, SEGMENT_LEN, MAX_SEGMENTS)
+    first = find_first(length, window, chunk) // find_length(length, SEGMENT_LEN, MAX_SEGMENTS)
     maxima, masses, sums = parts
     channel = tl.arange(0, SIZES.width)
     best = -float("inf")
@@ -219,7 +223,7 @@ def launch(
     attend_segments_kernel[(count,)](q, *pages, *segments, parts, *numbers, score, *constants, **options)
     lengths = segments.seq_lens, segments.work_starts
     merge_segments_kernel[num_seqs, num_heads](
-        *lengths, parts, out, score.window, *constants, TOGETHER, num_warps=1
+        *lengths, parts, out, score.window, score.chunk, *constants, TOGETHER, num_warps=1
     )
     return out
 
