@@ -47,7 +47,7 @@ def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[
 
 
 @triton.jit
-def find_spans(position, tokens, length, window, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+def find_spans(position, tokens, length, score, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the first key that any of the tokens sees, the first and the end of the whole blocks that all
     see, and the end of what any sees."""
     last = length
@@ -56,9 +56,13 @@ def find_spans(position, tokens, length, window, KEYS: tl.constexpr, CAUSAL: tl.
         last = tl.minimum(position + tokens, length)
         full = tl.minimum(position + 1, length) // KEYS * KEYS
     first, begin = 0, 0
-    if window is not None:
-        first = tl.minimum(tl.maximum(position + 1 - window, 0), length)
-        begin = tl.minimum(tl.cdiv(tl.maximum(position + tokens - window, 0), KEYS) * KEYS, full)
+    if score.window is not None:
+        first = tl.minimum(tl.maximum(position + 1 - score.window, 0), length)
+        begin = tl.minimum(tl.cdiv(tl.maximum(position + tokens - score.window, 0), KEYS) * KEYS, full)
+    if score.chunk is not None:
+        last_token = position + tokens - 1
+        first = tl.minimum(position - position % score.chunk, length)
+        begin = tl.minimum(tl.cdiv(last_token - last_token % score.chunk, KEYS) * KEYS, full)
     return first, begin, full, last
 
 
@@ -93,11 +97,9 @@ def attend_tiles_kernel(
     rows = position + token, heads
     tokens_before = start // SIZES.group
     tokens = tl.minimum(count, (start + SIZES.rows - 1) // SIZES.group + 1) - tokens_before
-    first, begin, full, last = find_spans(
-        position + tokens_before, tokens, length, score.window, SIZES.keys, CAUSAL
-    )
+    first, begin, full, last = find_spans(position + tokens_before, tokens, length, score, SIZES.keys, CAUSAL)
     state = begin_softmax(SIZES.rows, SIZES.width)
-    if score.window is not None:
+    if score.window is not None or score.chunk is not None:
         seen = first // SIZES.keys * SIZES.keys
         state = attend_span(
             state, q_rows, pages, rows, (seen, begin, first, last), score, SIZES, CAUSAL, True
