@@ -164,8 +164,8 @@ def fewer_layers(family: str, config: dict[str, Any]) -> tuple[dict[str, Any], i
     key = next(key for key in keys if key in text)
     last = text[key] - 1
     changed = {**text, key: last}
-    if "layer_types" in text:
-        changed["layer_types"] = text["layer_types"][:last]
+    for per_layer in {"layer_types", "layer_rope_theta"} & text.keys():
+        changed[per_layer] = text[per_layer][:last]
     return ({**config, "text_config": changed} if "text_config" in config else changed), last
 
 
