@@ -90,8 +90,8 @@ def _compile(text: str) -> Template:
 
 
 def _with_reasoning(message: dict[str, Any], is_channel: bool) -> dict[str, Any]:
-    """Return the message without null fields, and with its reasoning under both names that templates use. With
-    messages in channels, templates refuse `thinking` beside content and calls."""
+    """Return the message without null fields, and with its reasoning under both names that templates use.
+    With messages in channels, templates refuse `thinking` beside content and calls."""
     present = {name: value for name, value in message.items() if value is not None}
     texts = [present[name] for name in REASONING if name in present]
     if not texts:
