@@ -84,8 +84,8 @@ reason. Every shard holds the whole model. Soft prompts and adapters are not sup
 checkpoint runs only with `TRUST_REMOTE_CODE=true`.
 
 `hf_transformers` and `hf_accelerate` select transformers' code for the models in the table too, on one shard.
-Encoder-decoders, models with ALiBi, Falcon and models with a `dynamic` or `longrope` rope cannot run through it. The
-service's own engine serves them, logs a warning, and supports soft prompts and adapters for them.
+Encoder-decoders, models with ALiBi or attention sinks, Falcon and models with a `dynamic` or `longrope` rope cannot run
+through it. The service's own engine serves them, logs a warning, and supports soft prompts and adapters for them.
 
 `hf_optimum_ort` runs a decoder-only model in ONNX form on ONNX Runtime (`pip install 'tgis-next[onnx]'`).
 """

@@ -168,6 +168,8 @@ def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str 
         return "it uses ALiBi"
     if spec.mamba:
         return "it keeps a state other than keys and values"
+    if spec.sinks:
+        return "it has attention sinks"
     if model_type in falcon.MODEL_TYPES:
         return "its code does not use the attention interface"
     if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):

@@ -32,7 +32,15 @@ BENT_OF_SIX = replace(BENT, **SIX, sinks=torch.linspace(-1, 2, 6))
 
 
 # Covered by "all", "not_causal_bias" and the windows of test_lengths_around_segments.
-COVERED = {"wide_window", "wide_chunk", "chunk_of_one", "soft_cap", "slopes", "not_causal"}
+COVERED = {
+    "wide_window",
+    "wide_chunk",
+    "chunk_of_one",
+    "soft_cap",
+    "slopes",
+    "window_and_sinks",
+    "not_causal",
+}
 
 
 def list_scorings() -> list[object]:
