@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.smoothing import ChannelRange, Factors, choose_factors
@@ -34,7 +35,7 @@ def _list_feed_forward(spec: DecoderSpec, path: str, layer: int) -> Iterator[str
 
 def find_factors(readers: Mapping[str, Sequence[str]], ranges: Mapping[str, ChannelRange]) -> Factors:
     """Return the factors of norms and of their readers, whose ranges are given by path."""
-    factors = {}
+    factors: dict[str, Tensor] = {}
     for norm, paths in readers.items():
         inputs, weights = (
             torch.stack(each).amax(0) for each in zip(*(ranges[path] for path in paths), strict=True)
