@@ -46,8 +46,9 @@ QUICK = {"llama_biases", "gpt2", "gpt_neox", "granitemoe"}
 # Heads of 12 channels, whose 4-bit codes do not fill words.
 NARROW = {"gemma", "gemma3_capped_shared_kv_head", "mixtral_tied_window"}
 # Parts of the names of matrices that are not quantized.
-KEPT = "embed head router .gate. wte wpe project_ vision multi_modal".split()
-DECODERS = [name for name in CASES if family_of(name) not in ("t5", "bart")]
+KEPT = "embed head router .gate. expert_gate wte wpe project_ vision multi_modal".split()
+# Llama 4 stores its experts as parameters without linear layers.
+DECODERS = [name for name in CASES if family_of(name) not in ("t5", "bart", "llama4")]
 TEXT = draw_ids(600, 3, 40)
 LENGTH = 24
 AGAIN = "this model is already quantized; use the original model"

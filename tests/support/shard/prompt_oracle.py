@@ -44,6 +44,8 @@ class PromptOracle:
         model = self.model
         if num_tokens:
             model = peft.PeftModel.from_pretrained(self.model, self._find(num_tokens, seed)).eval()
+            if model.word_embeddings is None:  # peft looks for them in the part for images
+                model.word_embeddings = self.model.get_input_embeddings()
         with warnings.catch_warnings():  # it warns of omitted arguments
             warnings.simplefilter("ignore", UserWarning)
             tokens, steps = generate(model, input_ids, max_new_tokens=NEW_TOKENS, **settings)

@@ -170,11 +170,14 @@ def _list_modules(traced: Sequence[ModuleRows], names: frozenset[str], prefix: s
 
 
 def _find_stored(module: str, names: frozenset[str], prefix: str) -> tuple[str, int | None]:
-    """Return the name of a module in the checkpoint and, for a stack of experts, the entry."""
+    """Return the name of a module in the checkpoint and, for a stack of experts, the entry. Raises
+    QuantizeError."""
     for spelled in (module, module.removeprefix(prefix), prefix + module):
         if f"{spelled}.weight" in names:
             return spelled, None
         base, _, entry = spelled.rpartition(".")
         if entry.isdigit() and f"{base}.weight" in names:
             return base, int(entry)
-    raise AssertionError(f"{module} was read from the checkpoint")
+    raise QuantizeError(
+        f"{module} cannot be quantized: in the checkpoint, it is a parameter that belongs to no linear layer"
+    )

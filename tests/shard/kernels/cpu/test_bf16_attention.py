@@ -82,6 +82,8 @@ def expect(scene: Scene, sequence: int, position: int, head: int, scoring: Scori
         bend += scoring.bias[head, distance.clamp(-reach, reach) + reach].double()
     if scoring.window:
         bend[distance <= -scoring.window] = -torch.inf
+    if scoring.chunk:
+        bend[: position - position % scoring.chunk] = -torch.inf
     return attend_to_one_head(scene.q[first][position, head], k[:end], v[:end], bend, scoring)
 
 
