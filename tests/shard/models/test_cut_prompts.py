@@ -1,5 +1,5 @@
-"""Prompts that are cut at every length, with block ends, chunk ends, windows and query scales between the cuts,
-against transformers' whole forward pass."""
+"""Prompts that are cut at every length, around ends of blocks, chunks and windows, against transformers'
+whole forward pass."""
 
 from pathlib import Path
 

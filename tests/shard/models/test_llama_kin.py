@@ -336,9 +336,9 @@ REFUSED: dict[str, Config] = {
         "model_type": "granite",
         "logits_scaling": 0,
     },
-    "layer types ['sliding_attention'] are not supported, expected 7 of full_attention or chunked_attention": {
+    "layer types ['sliding'] are not supported, expected 7 of full_attention or chunked_attention": {
         "model_type": "llama4_text",
-        "layer_types": ["sliding_attention"],
+        "layer_types": ["sliding"],
     },
     "no_rope_layers [1, 0] is not a list of 7 zeros and ones": {
         "model_type": "smollm3",
