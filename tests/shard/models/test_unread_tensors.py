@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.shard.checkpoints import SMALL, edit_config, write_model
+from tests.support.shard.checkpoints import SMALL, edit_config, find_auto_class, write_model
 from tests.support.shard.family_cases.all import CASES
 from tests.support.shard.stepping import ALONE, read_config
 from tgis.shard.checkpoint.tensors import WeightsError
@@ -164,8 +164,9 @@ def fewer_layers(family: str, config: dict[str, Any]) -> tuple[dict[str, Any], i
     key = next(key for key in keys if key in text)
     last = text[key] - 1
     changed = {**text, key: last}
-    for per_layer in {"layer_types", "layer_rope_theta"} & text.keys():
-        changed[per_layer] = text[per_layer][:last]
+    for per_layer in ("layer_types", "layer_rope_theta"):
+        if text.get(per_layer) is not None:
+            changed[per_layer] = text[per_layer][:last]
     return ({**config, "text_config": changed} if "text_config" in config else changed), last
 
 
@@ -180,7 +181,7 @@ def test_a_layer_that_the_configuration_leaves_out(family: str, written: Written
         for name in stored(source)
         if (actual := LAYER_OF_NAME.search(name))
         and int(actual[1]) == last
-        and not name.startswith(("encoder", "model.encoder", "vision_tower"))
+        and not name.startswith(("encoder", "model.encoder", "vision_tower", "model.vision_tower"))
     ]
     assert left_out
     for group in (ALONE, ProcessGroup(1, 2)):
@@ -275,11 +276,8 @@ def test_an_odd_number_of_layers_ahead_names_none(odd: object, tmp_path: Path) -
 
 def names_of(config: transformers.PretrainedConfig) -> set[str]:
     """Return the names of all parameters in transformers, built without tensors."""
-    kind = (
-        transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    )
     with torch.device("meta"):
-        return {name for name, _ in kind.from_config(config).named_parameters()}
+        return {name for name, _ in find_auto_class(config).from_config(config).named_parameters()}
 
 
 def test_the_list_hides_nothing_that_a_model_needs() -> None:
@@ -293,9 +291,8 @@ def test_the_list_hides_nothing_that_a_model_needs() -> None:
                 hidden.add(name)
             except WeightsError:
                 continue
-    seen = {
-        name for name in hidden if name.startswith(("model.vision_tower.", "model.multi_modal_projector."))
-    }
+    parts = ("model.vision_tower.", "model.multi_modal_projector.", "vision_model.", "multi_modal_projector.")
+    seen = {name for name in hidden if name.startswith(parts)}
     norms = {f"model.decoder.final_layer_norm.{end}" for end in ("weight", "bias")}
     tables = {"shared.weight", "model.shared.weight", "model.decoder.embed_tokens.weight"}
     assert seen

@@ -16,7 +16,7 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels
 from tgis.shard.layers.rotary import DynamicScaling, LongScaling
 from tgis.shard.models import registry
-from tgis.shard.models.families import falcon
+from tgis.shard.models.families import falcon, mistral3
 from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
 from tgis.shard.models.rope_option import RopeOption, RopeOptionError
@@ -172,6 +172,10 @@ def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str 
         return "it has attention sinks"
     if model_type in falcon.MODEL_TYPES:
         return "its code does not use the attention interface"
+    if spec.chunks:
+        return "its attention is in chunks"
+    if model_type in mistral3.MODEL_TYPES:
+        return "transformers has no causal language model of this type"
     if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):
         return "its rotary embedding lets sequences of one step affect each other"
     return None

@@ -96,7 +96,8 @@ def long_rope(original_length: int) -> dict[str, Any]:
 
 def glm4_moe(**overrides: Any) -> dict[str, Any]:
     changes = {"moe_intermediate_size": 24, "n_routed_experts": 8, "routed_scaling_factor": 1.7}
-    return sizes(**{"num_hidden_layers": 3, "num_experts_per_tok": 3, "head_dim": 8, **changes, **overrides})
+    layers = {"num_hidden_layers": 3, "num_nextn_predict_layers": 0, "head_dim": 8}
+    return sizes(**{**layers, "num_experts_per_tok": 3, **changes, **overrides})
 
 
 def llama4(**overrides: Any) -> dict[str, Any]:
