@@ -8,7 +8,7 @@ from tgis.router.api.openai.chat.tools import ToolUse
 from tgis.router.api.openai.chat.types import ChatRequest
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.chat.answers.content_scope import ContentScope
-from tgis.router.chat.answers.messages import MessageParser, MessageReader, MessageScope, MessagePart
+from tgis.router.chat.answers.messages import MessageParser, MessagePart, MessageReader, MessageScope
 from tgis.router.chat.answers.parser import AnswerParser
 from tgis.router.chat.formats import harmony
 from tgis.router.chat.formats.json_list import JSON_LIST
