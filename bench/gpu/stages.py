@@ -29,7 +29,8 @@ CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
 FAMILIES = tuple(
     "llama_grouped_queries mistral qwen2 qwen3 granite granite_swa gemma gemma2 gemma3 phi3 olmo2 olmo3 "
     "smollm3 ministral3 mistral3 mixtral qwen2_moe qwen3_moe granitemoe granitemoe_swa granitemoeshared "
-    "granitemoehybrid_attention_only glm4_moe llama4_text gpt_oss starcoder2 gpt_neox gpt2 gpt_bigcode bloom falcon_7b mpt "
+    "granitemoehybrid_attention_only glm4_moe llama4_text gpt_oss starcoder2 gpt_neox gpt2 gpt_bigcode "
+    "bloom falcon_7b mpt "
     "opt t5 bart".split()
 )
 # gemma_gelu is left out: transformers before 5.23 computes the wrong activation, which its configuration
