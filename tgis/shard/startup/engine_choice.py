@@ -175,7 +175,7 @@ def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str 
     if spec.chunks:
         return "its attention is in chunks"
     if model_type in mistral3.MODEL_TYPES:
-        return "transformers has no causal language model of this type"
+        return "its type is no causal language model in transformers"
     if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):
         return "its rotary embedding lets sequences of one step affect each other"
     return None
