@@ -25,6 +25,7 @@ from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
     as_float,
+    inlined,
     keep_alive,
     next_unit,
     operands,
@@ -84,7 +85,7 @@ def _count_units(group: int, step: Any, p: Any) -> Any:
     return step[NUM_ITEMS_AT] * p.num_kv_heads * ((group + HEADS - 1) // HEADS)
 
 
-@reorderable
+@inlined
 def _attend_unit_number(
     index: int, num_threads: int, queries: Any, step: Any, p: Any, scoring: Any, s: Any, element: Any
 ) -> bool:
@@ -130,8 +131,10 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         rest = places + 64 * GROUPS
         rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)
         s = Scratch(*rows, updates, bounds, scores, places, rest, factor)
-        while _attend_unit_number(next_unit(args), num_threads, queries, step, p, scoring, s, element):
-            pass
+        is_unit = True
+        while is_unit:  # with the call as condition, its code would be in the loop twice
+            unit = next_unit(args)
+            is_unit = _attend_unit_number(unit, num_threads, queries, step, p, scoring, s, element)
         keep_alive(memory)
 
     return Kernel(attend)
