@@ -22,7 +22,7 @@ SIZES = (
     StateSizes(num_heads=2, head_dim=64, num_groups=1, state_size=16, kernel_size=4),
     StateSizes(num_heads=3, head_dim=80, num_groups=3, state_size=5, kernel_size=2),
 )
-LENGTHS = (1, 21, 7)
+LENGTHS = (1, 150, 7)
 PLATFORMS: dict[str, Kernels] = {"cpu": CPU_KERNELS, "torch": TorchKernels(CPU)}
 LAYER, NUM_LAYERS = 1, 3
 

@@ -2,6 +2,7 @@
 never change a token or a log-probability."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,13 @@ from tests.support.shard.driver import configure
 from tests.support.shard.family_cases.llamas import hybrid
 from tests.support.shard.family_oracle import describe, load_model
 from tests.support.shard.scheduled import Service, greedy
+from tests.support.shard.stepping import read_config
 from tgis.router.sequence import Sequence
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.registry import check_sharding, make_spec
 from tgis.shard.runner.interface import ModelRunner
-from tgis.shard.startup.load import load
+from tgis.shard.startup.cpu_platform import ON_CPU
+from tgis.shard.startup.load import load, prepare
 
 BLOCK, INTERVAL, NEW_TOKENS = 4, 16, 5
 KINDS = ["linear_attention", "full_attention", "linear_attention"]
@@ -26,7 +31,7 @@ KINDS = ["linear_attention", "full_attention", "linear_attention"]
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("hybrid")
     config = transformers.GraniteMoeHybridConfig(
-        **hybrid(num_hidden_layers=3, layer_types=KINDS, num_local_experts=0)
+        **hybrid(num_hidden_layers=3, layer_types=KINDS, num_local_experts=0, mamba_n_heads=2)
     )
     write_model(directory, config)
     return directory
@@ -120,3 +125,40 @@ def test_memory_holds_a_state_for_each_sequence_and_as_many_snapshots(runner: Mo
     assert states.shape.num_bytes == layers
     assert states.memory.nbytes == 16 * layers
     assert not torch.isnan(states.memory).any()
+
+
+REFUSED = {
+    "mamba_n_heads": (3, "3 Mamba heads in 1 groups do not divide 64 channels"),
+    "mamba_n_groups": (3, "2 Mamba heads in 3 groups do not divide 64 channels"),
+    "mamba_d_head": (16, "mamba_d_head 16 of the configuration is not supported"),
+    "layer_types": (["linear_attention"] * 3, "only Mamba layers, without attention"),
+    "hidden_act": ("gelu", "hidden_act 'gelu' of the configuration is not supported"),
+    "position_embedding_type": ("alibi", "position_embedding_type 'alibi' of the configuration"),
+    "time_step_limit": ([0.0], r"time_step_limit \[0.0\] of the configuration"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_refuses_what_it_cannot_compute(key: str, checkpoint: Path) -> None:
+    value, text = REFUSED[key]
+    config = read_config(checkpoint)
+    make_spec(config)
+    with pytest.raises(UnsupportedModelError, match=text):
+        make_spec({**config, key: value})
+
+
+def test_ranks_that_cannot_share_the_heads_and_gpus_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match="2 Mamba heads in 1 groups cannot be split over 4 shards"
+    ):
+        check_sharding(make_spec(read_config(checkpoint)), 4)
+    on_gpu = replace(ON_CPU, device=torch.device("cuda"))
+    with pytest.raises(UnsupportedModelError, match="models with Mamba layers run only on CPUs"):
+        prepare(configure(checkpoint), on_gpu)
+
+
+def test_layer_types_of_older_configurations(checkpoint: Path) -> None:
+    config = read_config(checkpoint)
+    del config["layer_types"]
+    older = {**config, "layers_block_type": ["mamba", "attention", "mamba"], "time_step_limit": None}
+    assert make_spec(older) == make_spec(read_config(checkpoint))

@@ -18,11 +18,10 @@ from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Parts, Product, Table
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
-from tgis.shard.memory.state_cache import StateCache, StepStates
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.parts.mamba import find_state_shape
+from tgis.shard.models.parts.mamba import open_state
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.smoothing import ChannelRange
@@ -69,21 +68,13 @@ def score_prompt(
     )
     is_long = torch.full((len(ids),), 0 < spec.rope_switch_len < len(ids), device=group.device)
     plan = attention.plan(layout, "self")
-    states = _open_state(spec, group, len(ids))
+    states = open_state(spec, group, len(ids))
     positions = layout.positions.to(group.device)
     inputs = StepInputs(ids, positions, layout, plan, is_long=is_long, states=states)
     logits = model.logits(model.forward(inputs, attention)[:-1])
     weights.release()
     logprobs = logits.log_softmax(-1).gather(1, ids[1:].unsqueeze(1)).squeeze(1).cpu()
     return PromptScores(logprobs, {path: parts.products[path].gather_range(group) for path in measured})
-
-
-def _open_state(spec: DecoderSpec, group: ProcessGroup, num_tokens: int) -> StepStates | None:
-    """Return the state of a sequence before its first token, if the model keeps one."""
-    shape = find_state_shape(spec, group.size)
-    if shape is None:
-        return None
-    return StepStates(StateCache(shape, 1, group.device), torch.tensor([0]), torch.tensor([0, num_tokens]))
 
 
 class _StreamingKernels(TorchKernels):

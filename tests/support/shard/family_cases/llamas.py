@@ -44,7 +44,7 @@ def sizes(**overrides: Any) -> dict[str, Any]:
 
 
 def hybrid(**options: Any) -> dict[str, Any]:
-    mamba = {"mamba_n_heads": 2, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 8}
+    mamba = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 8}
     others = {"shared_intermediate_size": 40, "layer_types": ["linear_attention", "full_attention"]}
     return sizes(**{**mamba, **others, **multipliers(0.3, 0.6, 3.0, 2.0), **options})
 
@@ -329,7 +329,7 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
             position_embedding_type="rope",
             mamba_n_groups=2,
             mamba_n_heads=4,
-            mamba_d_state=24,
+            mamba_d_state=23,
             mamba_conv_bias=False,
             mamba_proj_bias=True,
             attention_bias=True,

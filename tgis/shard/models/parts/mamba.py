@@ -11,7 +11,7 @@ from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts
 from tgis.shard.layers.states import Mamba2
-from tgis.shard.memory.state_cache import StateShape, StateSizes, StepStates
+from tgis.shard.memory.state_cache import StateCache, StateShape, StateSizes, StepStates
 from tgis.shard.models.parts.blocks import BranchInput, BranchOutput, Finish
 from tgis.shard.models.spec import DecoderSpec, MambaSpec
 
@@ -21,6 +21,15 @@ def find_state_shape(spec: object, size: int) -> StateShape | None:
     if not isinstance(spec, DecoderSpec) or spec.mamba is None:
         return None
     return StateShape(len(spec.mamba.layers), _local_sizes(spec.mamba, size))
+
+
+def open_state(spec: object, group: ProcessGroup, num_tokens: int) -> StepStates | None:
+    """Return the state of one sequence before its first token, for a step of that many tokens, or None if the
+    model keeps none."""
+    shape = find_state_shape(spec, group.size)
+    if shape is None:
+        return None
+    return StepStates(StateCache(shape, 1, group.device), torch.tensor([0]), torch.tensor([0, num_tokens]))
 
 
 class MambaMixer:

@@ -168,6 +168,7 @@ def _score(runner: ModelRunner, token_ids: list[int], block_size: int) -> npt.ND
     num_blocks = -(-count // block_size)
     row = pb.OpenRow(
         row=0,
+        state_source=-1,
         token_ids=_column(token_ids),
         prompt_len=count,
         max_new_tokens=1,
