@@ -1,6 +1,6 @@
 """Finds checkpoint tensors by the model's module paths, and reads only the requested slices. A family's table
 maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `adjacent_pairs`, `interleaved`,
-`expert` or `first_of`."""
+`expert`, `by_layer` or `first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -72,9 +72,12 @@ class StoredModules:
         names = [full for name in self._spell(module) for full in _spell_tensor(name, end)]
         return self._checkpoint.fetch(next((name for name in names if name in self._checkpoint), names[0]))
 
-    def _spell(self, module: str) -> tuple[str, str]:
+    def _spell(self, module: str) -> tuple[str, ...]:
         prefix = self._prefix
-        return module, module.removeprefix(prefix) if module.startswith(prefix) else prefix + module
+        other = module.removeprefix(prefix) if module.startswith(prefix) else prefix + module
+        # Since transformers 5, the prefix may follow `model.`.
+        inner = (module.replace("model.", f"model.{prefix}", 1),) if module.startswith("model.") else ()
+        return module, other, *inner
 
 
 def _spell_tensor(module: str, end: str) -> tuple[str, str]:
@@ -175,6 +178,11 @@ def interleaved(source: Source, num_parts: int = 2) -> Source:
 def expert(name: str) -> Source:
     """Select entry {e} of a tensor whose first axis is the experts."""
     return lambda lookup: lookup.fetch(name, int(lookup.expert))
+
+
+def by_layer(choose: Callable[[int], Source]) -> Source:
+    """Use the source that `choose` returns for the number of the layer."""
+    return lambda lookup: lookup.find(choose(int(lookup.layer)))
 
 
 def first_of(source: Source, *others: Source) -> Source:

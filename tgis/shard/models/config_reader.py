@@ -14,6 +14,7 @@ from tgis.shard.layers.rotary import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     Rope,
     YarnScaling,
 )
@@ -100,10 +101,13 @@ def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> R
     if theta == 1:
         raise ConfigurationError("rope_theta 1 of the configuration would rotate all channels alike")
     share = number(given, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "proportional" and share <= 1:
+        scaling = ProportionalScaling(int(share * head_dim // 2), number(given, "factor", 1.0))
+        return Rope(head_dim, theta, scaling)
     dim = int(head_dim * share)
     if dim % 2 or dim > head_dim:
         raise UnsupportedModelError(f"rotary embedding of {dim} channels is not supported")
-    kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "long_factor" in given):
         kind = "longrope"  # names in the first releases of Phi 3
     if kind not in list(_SCALED):
