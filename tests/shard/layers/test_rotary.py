@@ -147,7 +147,9 @@ def test_angles_do_not_depend_on_the_batch(scaling: Any) -> None:
         assert torch.equal(rotary(positions[i : i + 1], is_long[i : i + 1]), whole[:, i : i + 1])
 
 
-OLD = [case for case, given in SCALINGS.items() if given.get("factor", 0) is not None]
+OLD = [
+    case for case, given in SCALINGS.items() if given.get("factor", 0) is not None and case != "proportional"
+]
 
 
 @pytest.mark.parametrize("case", OLD)
@@ -204,14 +206,15 @@ def test_layers_of_gemma3_have_different_angles() -> None:
     assert rope({"rope_theta": 7e3}, HEAD_DIM, "sliding_attention") == Rope(HEAD_DIM, 7e3)
 
 
+KINDS = "default, linear, dynamic, llama3, yarn, longrope, proportional"
 REFUSED: dict[str, dict[str, Any]] = {
-    "rope type 'mrope' is not supported; supported are: default, linear, dynamic, llama3, yarn, longrope, proportional": {
-        "rope_type": "mrope"
-    },
-    "rope type ['yarn'] is not supported; supported are: default, linear, dynamic, llama3, yarn, longrope, proportional": {
-        "rope_type": ["yarn"]
-    },
+    f"rope type 'mrope' is not supported; supported are: {KINDS}": {"rope_type": "mrope"},
+    f"rope type ['yarn'] is not supported; supported are: {KINDS}": {"rope_type": ["yarn"]},
     "rope parameters [2.0] are not supported": [2.0],
+    "partial_rotary_factor 2.0 of the configuration is above 1": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 2,
+    },
     "rotary embedding of 5 channels is not supported": {"partial_rotary_factor": 0.33},
     "rotary embedding of 32 channels is not supported": {"partial_rotary_factor": 2},
     "factor is missing in the model's configuration": {"rope_type": "linear"},

@@ -28,7 +28,11 @@ class AdapterCase:
         self.is_encoder_decoder, self.start_token_id = base.is_encoder_decoder, base.start_token_id
         _, middle, long = draw_inputs()
         self.asked = [Asked(middle, "", base.answer(middle))]
-        both = {"linear": ALL_LINEAR, "whole": choose_whole(base.model)}
+        both: dict[str, dict[str, Any]] = {"linear": {**ALL_LINEAR}, "whole": choose_whole(base.model)}
+        if base.model.config.model_type == "gemma4":  # peft does not support the layers of its other parts
+            both = {
+                kind: {**options, "exclude_modules": r".*vision_tower.*"} for kind, options in both.items()
+            }
         for seed, (kind, options) in enumerate(both.items()):
             files = root / f"{name}-{kind}"
             tuned = Tuned(self.directory, files, seed, **options)

@@ -321,7 +321,7 @@ def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Pl
         device = CPU
     if device.type != "cpu" and isinstance(choice.spec, DecoderSpec) and choice.spec.layer_shapes:
         logger.warning(
-            "the GPUs are not used, because they support only models whose layers have equal heads"
+            "the GPUs are not used: their kernels support only models whose layers have equal heads"
         )
         device = CPU
     if device.type == "cpu" and config.rank == 0:

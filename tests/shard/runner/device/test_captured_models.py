@@ -29,6 +29,8 @@ SIZES = (2, MAX_ROWS)
 QUICK = ("llama_grouped_queries",)
 # Sliding windows and soft caps, an encoder, ALiBi slopes, position embeddings, and two rotary tables.
 OTHERS = ("gemma2", "t5", "bloom", "opt", "phi3_short_and_long")
+# Layers with different heads run only on the CPU.
+ON_CPU = ("gemma4_text",)
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "granitemoe", "granitemoe_swa", "gpt_oss")
 
 
@@ -75,7 +77,7 @@ def compare(
 
 
 def list_cases() -> list[object]:
-    families = {family_of(case) for case in WITH_EXPERTS}
+    families = {family_of(case) for case in (*WITH_EXPERTS, *ON_CPU)}
     cases = [case for case in CASES if family_of(case) not in families]
     return [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in cases]
 

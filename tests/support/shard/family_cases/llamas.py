@@ -238,6 +238,9 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "gemma3_capped_shared_kv_head": lambda: hf.Gemma3TextConfig(
         **gemma3(final_logit_softcapping=5.0, num_key_value_heads=1, head_dim=12)
     ),
+    "gemma3_multimodal": lambda: hf.Gemma3Config(
+        text_config=gemma3(), vision_config=VISION, mm_tokens_per_image=4
+    ),
     "gemma4_text": lambda: hf.Gemma4TextConfig(**gemma4()),
     "gemma4_text_experts": lambda: hf.Gemma4TextConfig(
         **gemma4_experts(attention_k_eq_v=True, num_global_key_value_heads=1)
@@ -245,9 +248,9 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "gemma4_multimodal": lambda: hf.Gemma4Config(
         text_config=gemma4(num_key_value_heads=1, use_double_wide_mlp=False),
         vision_config={**VISION, "num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 8},
-    ),
-    "gemma3_multimodal": lambda: hf.Gemma3Config(
-        text_config=gemma3(), vision_config=VISION, mm_tokens_per_image=4
+        image_token_id=1,
+        video_token_id=1,
+        audio_token_id=2,
     ),
     "phi3": lambda: hf.Phi3Config(**sizes(pad_token_id=0, sliding_window=5, num_key_value_heads=4)),
     "phi3_tied_short": lambda: hf.Phi3Config(
