@@ -294,6 +294,7 @@ def test_writes_only_to_its_slots() -> None:
 CASES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": partial(LlamaConfig, **SMALL, rope_parameters=LLAMA3_ROPE),
     "gemma2": llamas.CASES["gemma2"],
+    "gemma4": llamas.CASES["gemma4_text"],
     "qwen3": llamas.CASES["qwen3"],
     "phi3": llamas.CASES["phi3_short_and_long"],
     "mixtral": llamas.CASES["mixtral"],

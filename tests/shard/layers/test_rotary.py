@@ -29,6 +29,7 @@ ORIGINAL = {"original_max_position_embeddings": 32}
 # Each as `rope_parameters` without theta.
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0},
     "part of the channels": {"rope_type": "default", "partial_rotary_factor": 0.5},
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
@@ -146,7 +147,9 @@ def test_angles_do_not_depend_on_the_batch(scaling: Any) -> None:
         assert torch.equal(rotary(positions[i : i + 1], is_long[i : i + 1]), whole[:, i : i + 1])
 
 
-OLD = [case for case, given in SCALINGS.items() if given.get("factor", 0) is not None]
+OLD = [
+    case for case, given in SCALINGS.items() if given.get("factor", 0) is not None and case != "proportional"
+]
 
 
 @pytest.mark.parametrize("case", OLD)
@@ -203,14 +206,15 @@ def test_layers_of_gemma3_have_different_angles() -> None:
     assert rope({"rope_theta": 7e3}, HEAD_DIM, "sliding_attention") == Rope(HEAD_DIM, 7e3)
 
 
+KINDS = "default, linear, dynamic, llama3, yarn, longrope, proportional"
 REFUSED: dict[str, dict[str, Any]] = {
-    "rope type 'mrope' is not supported; supported are: default, linear, dynamic, llama3, yarn, longrope": {
-        "rope_type": "mrope"
-    },
-    "rope type ['yarn'] is not supported; supported are: default, linear, dynamic, llama3, yarn, longrope": {
-        "rope_type": ["yarn"]
-    },
+    f"rope type 'mrope' is not supported; supported are: {KINDS}": {"rope_type": "mrope"},
+    f"rope type ['yarn'] is not supported; supported are: {KINDS}": {"rope_type": ["yarn"]},
     "rope parameters [2.0] are not supported": [2.0],
+    "partial_rotary_factor 2.0 of the configuration is above 1": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 2,
+    },
     "rotary embedding of 5 channels is not supported": {"partial_rotary_factor": 0.33},
     "rotary embedding of 32 channels is not supported": {"partial_rotary_factor": 2},
     "factor is missing in the model's configuration": {"rope_type": "linear"},
@@ -247,9 +251,9 @@ def turn(x: Tensor, dim: int, positions: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag, x[..., dim:].double()), -1)
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", ["", "keys", "values"])
 @pytest.mark.parametrize("turned", [8, 6, None])
-def test_split_heads(turned: int | None, normed: bool) -> None:
+def test_split_heads(turned: int | None, normed: str) -> None:
     """Heads are normalised before their first channels are rotated. Without angles, they are not rotated."""
     torch.manual_seed(0)
     num_tokens, heads, kv_heads, dim = 1000, 3, 1, 8
@@ -258,13 +262,18 @@ def test_split_heads(turned: int | None, normed: bool) -> None:
     angles = None
     if turned:
         angles = Rotary(Rope(turned, 100.0, LinearScaling(2.0), amplitude=1.5), CPU_KERNELS)(positions)
-    norm = HeadNorm(torch.randn(dim), torch.randn(dim), 1e-5) if normed else None
+    v_weight = torch.ones(dim) if normed == "values" else None
+    norm = HeadNorm(torch.randn(dim), torch.randn(dim), 1e-5, v_weight) if normed else None
     q, k, v = split_heads(qkv, heads, kv_heads, angles, norm)
     given_q, given_k, given_v = qkv.view(num_tokens, -1, dim).double().split([heads, kv_heads, kv_heads], 1)
     if norm:
         given_q = F.rms_norm(given_q, (dim,), norm.q_weight.double(), 1e-5)
         given_k = F.rms_norm(given_k, (dim,), norm.k_weight.double(), 1e-5)
-    assert torch.equal(v.double(), given_v)
+    if v_weight is not None:
+        expected_v = F.rms_norm(given_v, (dim,), eps=1e-5)
+        torch.testing.assert_close(v.double(), expected_v, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(v.double(), given_v)
     for actual, given in ((q, given_q), (k, given_k)):
         expected = turn(given, turned, positions) if turned else given
         torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)

@@ -40,6 +40,7 @@ MODEL_TYPES: dict[str, Config] = {
     "gemma": {},
     "gemma2": {},
     "gemma3_text": {},
+    "gemma4_text": {},
     "phi3": {},
     "olmo2": {},
     "olmo3": {},
@@ -110,6 +111,42 @@ PUBLISHED: dict[str, Config] = {
             "intermediate_size": 10240,
             "num_hidden_layers": 34,
         },
+    },
+    "gemma4_e2b": {
+        "model_type": "gemma4",
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 35,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            "num_key_value_heads": 1,
+            "num_global_key_value_heads": None,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1000000.0,
+                    "rope_type": "proportional",
+                },
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+        },
+    },
+    "gemma4_experts": {
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": True,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "global_head_dim": 128,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 16,
+        "top_k_experts": 4,
+        "moe_intermediate_size": 704,
+        "use_bidirectional_attention": "vision",
     },
     "phi3_4k": {"model_type": "phi3", "sliding_window": 2047, "rope_scaling": None, "attention_bias": False},
     "phi3_128k": {
@@ -369,6 +406,28 @@ REFUSED: dict[str, Config] = {
     "bidirectional attention is not supported": {
         "model_type": "gemma3_text",
         "use_bidirectional_attention": True,
+    },
+    "use_bidirectional_attention 'all' of the configuration is not supported": {
+        "model_type": "gemma4_text",
+        "use_bidirectional_attention": "all",
+    },
+    "num_kv_shared_layers leaves no layer of each kind in ['full_attention', 'sliding_attention']": {
+        "model_type": "gemma4_text",
+        "num_kv_shared_layers": 2,
+    },
+    "hidden_size in per_layer_config is not supported": {
+        "model_type": "gemma4_text",
+        "per_layer_config": {"1": {"hidden_size": 5}},
+    },
+    "layers of sliding_attention have heads of different sizes: [64, 256]": {
+        "model_type": "gemma4_text",
+        "per_layer_config": {"1": {"head_dim": 64}},
+    },
+    "layers that share keys and values have different heads": {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"],
+        "num_kv_shared_layers": 1,
+        "per_layer_config": {"6": {"num_key_value_heads": 1}},
     },
     "attn_logit_softcapping is not supported for this model type": {
         "model_type": "gemma3_text",

@@ -9,6 +9,7 @@ import transformers
 
 from tests.support.shard import stepping
 from tests.support.shard.checkpoints import SMALL, write_model
+from tests.support.shard.family_cases import llamas
 from tgis.shard.models import registry
 from tgis.shard.models.sensitive_weights import describe_sensitivity, measure_sensitive_share
 from tgis.shard.models.skeleton import build_skeleton
@@ -17,6 +18,8 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": 99, "n
 CONFIGS = {
     "llama": transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 4}),
     "mixtral": transformers.MixtralConfig(**{**SMALL, "num_local_experts": 3, "num_experts_per_tok": 2}),
+    "gemma4": llamas.CASES["gemma4_text"](),
+    "gemma4_experts": llamas.CASES["gemma4_text_experts"](),
     "t5": transformers.T5Config(**T5, num_decoder_layers=2, decoder_start_token_id=0),
 }
 

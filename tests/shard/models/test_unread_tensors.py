@@ -50,6 +50,13 @@ PUBLISHED = {
         "vision_tower.vision_model.post_layernorm.bias",
         "multi_modal_projector.mm_soft_emb_norm.weight",
     ),
+    "gemma4": (
+        "model.layers.4.self_attn.k_proj.weight",
+        "model.layers.5.self_attn.v_proj.weight",
+        "model.layers.5.self_attn.k_norm.weight",
+        "model.audio_tower.output_proj.bias",
+        "model.embed_vision.embedding_projection.weight",
+    ),
     "phi3": ("model.vision_embed_tokens.img_projection.0.weight", "score.weight"),
     "gpt_neox": (
         "gpt_neox.layers.0.attention.bias",

@@ -74,6 +74,8 @@ def randomise(model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
 
 
 def write_model(directory: Path, config: transformers.PretrainedConfig) -> None:
@@ -88,7 +90,7 @@ def find_auto_class(config: transformers.PretrainedConfig) -> Any:
     """Return the class of transformers that makes and loads a model that generates text."""
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
-    has_images = config.model_type in ("mistral3", "llama4")
+    has_images = config.model_type in ("mistral3", "llama4", "gemma4")
     return transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
 
 

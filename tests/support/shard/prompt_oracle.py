@@ -23,6 +23,8 @@ class PromptOracle:
     def __init__(self, checkpoint: Path, config: transformers.PretrainedConfig, directory: Path) -> None:
         self.is_encoder_decoder, self._directory = bool(config.is_encoder_decoder), directory
         self.model = load_model(checkpoint, config)
+        if getattr(config.get_text_config(), "hidden_size_per_layer_input", 0):
+            embed_virtual_as_padding(self.model)
         self.start_token_id = self.model.generation_config.decoder_start_token_id
 
     def draw(self, num_tokens: int, seed: int) -> Tensor:
@@ -90,3 +92,20 @@ class PromptOracle:
 
     def _find(self, num_tokens: int, seed: int) -> Path:
         return self._directory / f"{num_tokens}-{seed}"
+
+
+def embed_virtual_as_padding(model: Any) -> None:
+    """Give the virtual tokens of a Gemma 4 the layer inputs of the padding token, as transformers does for
+    images. From embeddings alone, transformers finds only the ids of embeddings in its table."""
+    text = model.get_decoder()
+    find = text.get_per_layer_inputs
+
+    def embed(input_ids: Tensor | None, embeddings: Tensor) -> Tensor:
+        if input_ids is None:
+            table = text.embed_tokens.weight * text.config.hidden_size**0.5
+            equal = (embeddings[:, :, None] == table).all(-1)  # [1, num_tokens, vocab_size]
+            input_ids = torch.where(equal.any(-1), equal.int().argmax(-1), text.config.pad_token_id)
+        result: Tensor = find(input_ids, embeddings)
+        return result
+
+    text.get_per_layer_inputs = embed

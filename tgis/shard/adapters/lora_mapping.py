@@ -50,7 +50,9 @@ _EXPERT_MODULES = {
     ),
 }
 # Modules of multimodal models that text-only inference does not use.
-_UNUSED = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..+")
+_UNUSED = re.compile(
+    r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector)\..+"
+)
 
 
 @dataclass(frozen=True, eq=False)

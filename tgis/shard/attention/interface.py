@@ -58,8 +58,8 @@ class Heads:
     """This rank's heads of queries, keys and values, in the order of a row of qkv."""
 
     num_heads: int
-    num_kv_heads: int
-    norm: HeadNorm | None = None  # of queries and keys
+    num_kv_heads: int  # 0 in layers that read the keys and values of an earlier layer
+    norm: HeadNorm | None = None  # of queries, keys and values
 
 
 class AttentionPlan(Protocol):

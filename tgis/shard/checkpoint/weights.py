@@ -1,6 +1,6 @@
 """Finds checkpoint tensors by the model's module paths, and reads only the requested slices. A family's table
 maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `adjacent_pairs`, `interleaved`,
-`expert` or `first_of`."""
+`expert`, `by_layer` or `first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from tgis.shard.checkpoint.tensors import (
 
 
 class StoredModules:
-    """Modules of a checkpoint. A name is found with or without `prefix`. `shapes` has the shapes of all
+    """Modules of a checkpoint. Names are those of `spell_module`. `shapes` has the shapes of all
     weights found so far, as in the model."""
 
     def __init__(self, checkpoint: OpenCheckpoint, prefix: str, format: Format | None):
@@ -54,7 +54,7 @@ class StoredModules:
     def _open_quantized(self, module: str) -> StoredTensor | None:
         if self._format is None:
             return None
-        for name in self._spell(module):
+        for name in spell_module(module, self._prefix):
             if (tensor := self._format.open(self._checkpoint, name)) is not None:
                 self._quantized.add(name)
                 return tensor
@@ -69,12 +69,15 @@ class StoredModules:
                 yield name
 
     def _fetch_plain(self, module: str, end: str) -> StoredTensor:
-        names = [full for name in self._spell(module) for full in _spell_tensor(name, end)]
+        names = [full for name in spell_module(module, self._prefix) for full in _spell_tensor(name, end)]
         return self._checkpoint.fetch(next((name for name in names if name in self._checkpoint), names[0]))
 
-    def _spell(self, module: str) -> tuple[str, str]:
-        prefix = self._prefix
-        return module, module.removeprefix(prefix) if module.startswith(prefix) else prefix + module
+
+def spell_module(module: str, prefix: str) -> tuple[str, ...]:
+    """Return the names that a module may have: with or without the prefix, which may also follow `model.`."""
+    other = module.removeprefix(prefix) if module.startswith(prefix) else prefix + module
+    inner = f"model.{prefix}{module.removeprefix('model.')}"
+    return (module, other, inner) if prefix and module.startswith("model.") else (module, other)
 
 
 def _spell_tensor(module: str, end: str) -> tuple[str, str]:
@@ -175,6 +178,11 @@ def interleaved(source: Source, num_parts: int = 2) -> Source:
 def expert(name: str) -> Source:
     """Select entry {e} of a tensor whose first axis is the experts."""
     return lambda lookup: lookup.fetch(name, int(lookup.expert))
+
+
+def by_layer(choose: Callable[[int], Source]) -> Source:
+    """Use the source that `choose` returns for the number of the layer."""
+    return lambda lookup: lookup.find(choose(int(lookup.layer)))
 
 
 def first_of(source: Source, *others: Source) -> Source:

@@ -50,9 +50,13 @@ class SplitNorm:
         return (wide * scale * self._weight).to(x.dtype)
 
 
-def read_head_norm(parts: Parts, path: str, head_dim: int, eps: float, kind: NormKind) -> HeadNorm:
-    """Read the RMS norm of every head of queries and keys: {path}.q_norm and {path}.k_norm."""
-    q_weight, k_weight = (_read_weight(parts, f"{path}.{x}_norm", head_dim, kind) for x in "qk")
+def read_head_norm(
+    parts: Parts, path: str, head_dim: int, eps: float, kind: NormKind, has_keys: bool = True
+) -> HeadNorm:
+    """Read the RMS norm of every head of queries and keys: {path}.q_norm and, if the layer has keys,
+    {path}.k_norm."""
+    q_weight = _read_weight(parts, f"{path}.q_norm", head_dim, kind)
+    k_weight = _read_weight(parts, f"{path}.k_norm", head_dim, kind) if has_keys else q_weight
     return HeadNorm(q_weight, k_weight, eps)
 
 

@@ -44,11 +44,13 @@ class CodeTable(Table, Protocol):
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS norm of every head of queries and keys; weights are float32 [head_dim]."""
+    """RMS norm of every head of queries and keys, and of values if `v_weight` is set; weights are float32
+    [head_dim]."""
 
     q_weight: Tensor
     k_weight: Tensor
     eps: float
+    v_weight: Tensor | None = None
 
 
 @dataclass(frozen=True)

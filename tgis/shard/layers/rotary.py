@@ -59,7 +59,16 @@ class LongScaling:
     long_amplitude: float
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the first pairs of channels are rotated, with the frequencies of a rotation of all channels
+    divided by the factor."""
+
+    num_pairs: int
+    factor: float = 1.0
+
+
+Scaling = ProportionalScaling | LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongScaling
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,9 @@ def inverse_frequencies(rope: Rope) -> Tensor:
             inv_freq = _llama3(inv_freq, rope.scaling)
         case YarnScaling():
             inv_freq = _yarn(inv_freq, rope, rope.scaling)
+        case ProportionalScaling(num_pairs, factor):
+            inv_freq = inv_freq / factor
+            inv_freq[num_pairs:] = 0
         case LongScaling(short, long):
             inv_freq = inv_freq / torch.tensor([short, long])
     return inv_freq.view(-1, rope.dim // 2)

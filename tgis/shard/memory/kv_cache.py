@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,15 +32,41 @@ class AttentionShape(Protocol):
     def head_dim(self) -> int: ...
 
 
+class LayerHeads(NamedTuple):
+    """Heads of keys and values of one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@runtime_checkable
+class LayeredShape(AttentionShape, Protocol):
+    """Shape of a model whose layers may have different heads, or read the keys and values of others."""
+
+    @property
+    def layer_heads(self) -> tuple[LayerHeads, ...]: ...
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """Layer whose keys and values each layer reads; empty if all read their own."""
+
+
 class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
 
-def local_kv_heads(shape: AttentionShape, ranks: Ranks) -> int:
+def local_kv_heads(shape: AttentionShape | LayerHeads, ranks: Ranks) -> int:
     """Return the number of KV heads per rank. With fewer heads than ranks, adjacent ranks hold the same
     head."""
     return max(1, shape.num_kv_heads // ranks.size)
+
+
+def cached_heads(shape: AttentionShape) -> dict[int, LayerHeads]:
+    """Return the heads of each layer that has a cache of its own."""
+    if not isinstance(shape, LayeredShape):
+        return dict.fromkeys(range(shape.num_cache_layers), LayerHeads(shape.num_kv_heads, shape.head_dim))
+    sources = shape.kv_sources or range(shape.num_cache_layers)
+    return {layer: shape.layer_heads[layer] for layer in sorted({*sources})}
 
 
 def page_size(block_size: int, head_dim: int) -> int:
@@ -50,8 +76,10 @@ def page_size(block_size: int, head_dim: int) -> int:
 
 def bytes_per_block(shape: AttentionShape, ranks: Ranks, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block on one rank, for all layers."""
-    pages = 2 * shape.num_cache_layers * local_kv_heads(shape, ranks)
-    return pages * page_size(block_size, shape.head_dim) * dtype.itemsize
+    num_elements = 0
+    for heads in cached_heads(shape).values():
+        num_elements += 2 * local_kv_heads(heads, ranks) * page_size(block_size, heads.head_dim)
+    return num_elements * dtype.itemsize
 
 
 class CacheScale(NamedTuple):

@@ -14,6 +14,7 @@ from tgis.shard.layers.rotary import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     Rope,
     YarnScaling,
 )
@@ -100,10 +101,10 @@ def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> R
     if theta == 1:
         raise ConfigurationError("rope_theta 1 of the configuration would rotate all channels alike")
     share = number(given, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
-    dim = int(head_dim * share)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    dim = head_dim if kind == "proportional" else int(head_dim * share)
     if dim % 2 or dim > head_dim:
         raise UnsupportedModelError(f"rotary embedding of {dim} channels is not supported")
-    kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "long_factor" in given):
         kind = "longrope"  # names in the first releases of Phi 3
     if kind not in list(_SCALED):
@@ -122,6 +123,14 @@ def _rope_parameters(config: Config, layer_type: str) -> Config:
             raise UnsupportedModelError(f"rope parameters {parameters!r} are not supported")
         return parameters
     return given if layer_type == "full_attention" else {}
+
+
+def _scale_proportional(config: Config, given: Config, plain: Rope) -> Rope:
+    share = number(given, "partial_rotary_factor", 1.0)
+    if share > 1:
+        raise UnsupportedModelError(f"partial_rotary_factor {share} of the configuration is above 1")
+    factor = number(given, "factor", 1.0)
+    return replace(plain, scaling=ProportionalScaling(int(share * plain.dim // 2), factor))
 
 
 def _scale_dynamic(config: Config, given: Config, plain: Rope) -> Rope:
@@ -186,6 +195,7 @@ _SCALED: dict[str, Callable[[Config, Config, Rope], Rope]] = {
     "llama3": _scale_llama3,
     "yarn": _scale_yarn,
     "longrope": _scale_long,
+    "proportional": _scale_proportional,
 }
 
 

@@ -26,8 +26,9 @@ from tgis.shard.models.parts.blocks import (
     make_norm,
     make_positions,
 )
+from tgis.shard.models.parts.layer_inputs import LayerInputBranch, LayerInputEmbedding
 from tgis.shard.models.parts.mamba import MambaMixer
-from tgis.shard.models.parts.moe import SparseMLP
+from tgis.shard.models.parts.moe import DenseWithExperts, SparseMLP
 from tgis.shard.models.parts.query_scaling import query_factors
 from tgis.shard.models.spec import DecoderSpec
 
@@ -42,6 +43,7 @@ class StepContext:
     adapters: TokenAdapters | None
     query_factors: Tensor | None = None  # float32 [num_tokens, 1], for layers that scale queries
     states: StepStates | None = None  # of recurrent layers
+    layer_inputs: Tensor | None = None  # float32 [num_tokens, num_layers, width], of `LayerInputs`
 
 
 class LayerMamba:
@@ -70,9 +72,9 @@ class LayerAttention:
         number = spec.attention_layers.index(layer)
         rope = spec.layer_rope(layer)
         self._rope = None if rope is None else spec.distinct_ropes.index(rope)
-        attended = spec
+        attended = spec.at(layer)
         if spec.qk_norm == "bare_head" and rope is None:
-            attended = replace(spec, qk_norm="none")
+            attended = replace(attended, qk_norm="none")
         self._attention = SelfAttention(attended, parts, f"{path}.attention", number, scoring, finish)
         self._scales_queries = spec.scales_queries(layer)
 
@@ -136,7 +138,28 @@ class PostNormBlock:
         return self._norm_2(x, self._feed_forward(x, BranchInput(x), context.adapters)), None
 
 
-AnyBlock = Block | ParallelBlock | PostNormBlock
+class ScaledBlock:
+    """Block followed by the branch of its `LayerInputs`, and by a learned factor."""
+
+    def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
+        path = f"blocks.{layer}"
+        self._block = Block(spec, parts, layer)
+        self._branch = LayerInputBranch(spec, parts, path, layer) if spec.layer_inputs else None
+        is_scaled = spec.layer_scalars
+        self._factor = parts.read_vector(f"{path}.output.layer_scalar", 1).item() if is_scaled else 1.0
+        self._kernels = parts.kernels
+
+    def __call__(self, x: Tensor, delta: Tensor | None, context: StepContext) -> tuple[Tensor, Tensor | None]:
+        x, delta = self._block(x, delta, context)
+        if delta is not None:
+            x = self._kernels.add(x, delta)
+        if self._branch is not None:
+            assert context.layer_inputs is not None, "the model embeds them"
+            x = self._kernels.add(x, self._branch(x, context.layer_inputs, context.adapters))
+        return self._kernels.scale(x, self._factor), None
+
+
+AnyBlock = Block | ParallelBlock | PostNormBlock | ScaledBlock
 
 
 class Decoder:
@@ -145,6 +168,7 @@ class Decoder:
         self.parts = parts
         self._rotaries = [Rotary(rope, parts.kernels) for rope in spec.distinct_ropes]
         self._embed = InputEmbedding(spec, parts)
+        self._embed_layers = LayerInputEmbedding(spec, parts) if spec.layer_inputs else None
         self._blocks = [make_block(spec, parts, layer) for layer in range(spec.num_layers)]
         self._norm = make_norm(spec, parts, "norm") if spec.final_norm else None
         width = self.prompt_width = spec.embedding_width
@@ -159,7 +183,9 @@ class Decoder:
         angles = tuple(rotary(inputs.positions, inputs.is_long) for rotary in self._rotaries)
         scaling = self.spec.query_scaling
         factors = None if scaling is None else query_factors(inputs.positions, scaling)
-        return x, StepContext(attention, inputs.plan, angles, inputs.adapters, factors, inputs.states)
+        layer_inputs = None if self._embed_layers is None else self._embed_layers(x, inputs)
+        shared = (angles, inputs.adapters, factors, inputs.states, layer_inputs)
+        return x, StepContext(attention, inputs.plan, *shared)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
@@ -212,6 +238,8 @@ class InputEmbedding:
 def make_block(spec: DecoderSpec, parts: Parts, layer: int) -> AnyBlock:
     if spec.residual != "sequential":
         return ParallelBlock(spec, parts, layer)
+    if spec.layer_inputs is not None or spec.layer_scalars:
+        return ScaledBlock(spec, parts, layer)
     return (PostNormBlock if spec.norm_place == "sum" else Block)(spec, parts, layer)
 
 
@@ -234,5 +262,8 @@ def _make_mixer(
 def _make_feed_forward(
     spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None = None
 ) -> FeedForward:
+    spec = spec.at(layer)
     is_sparse = spec.experts is not None and layer not in spec.experts.dense_layers
+    if spec.experts is not None and spec.experts.beside_dense:
+        return DenseWithExperts(spec, parts, f"{path}.mlp", finish)
     return (SparseMLP if is_sparse else MLP)(spec, parts, f"{path}.mlp", finish)

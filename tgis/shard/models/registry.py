@@ -10,6 +10,7 @@ import torch
 from tgis.shard.checkpoint.weights import Source, Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels, Parts
+from tgis.shard.memory.kv_cache import cached_heads
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
 from tgis.shard.models.families import (
@@ -19,6 +20,7 @@ from tgis.shard.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     glm4_moe,
     gpt2,
     gpt_bigcode,
@@ -83,6 +85,7 @@ DECODERS: tuple[Family, ...] = (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     phi3,
     olmo2,
     olmo3,
@@ -182,13 +185,17 @@ def _cpu_kernels() -> Kernels:
 
 
 def count_embedding_elements(spec: Spec) -> int:
-    width = spec.embedding_width if isinstance(spec, DecoderSpec) else spec.encoder.hidden_size
-    return spec.vocab_size * width
+    if not isinstance(spec, DecoderSpec):
+        return spec.vocab_size * spec.encoder.hidden_size
+    inputs = spec.layer_inputs
+    others = 0 if inputs is None else inputs.num_rows * spec.num_layers * inputs.width
+    return spec.vocab_size * spec.embedding_width + others
 
 
 def check_sharding(spec: Spec, size: int) -> None:
     """Check that `size` ranks can share the model. Raises UnsupportedModelError."""
-    shared = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
+    numbers = {each.num_kv_heads for each in cached_heads(spec).values()}
+    shared = all(number % size == 0 or size % number == 0 for number in numbers)
     fits = all(width % size == 0 for width in spec.intermediate_sizes)
     if size > spec.vocab_size:
         raise UnsupportedModelError(f"a vocabulary of {spec.vocab_size} cannot be split over {size} shards")
@@ -198,7 +205,7 @@ def check_sharding(spec: Spec, size: int) -> None:
         widths = " and ".join(str(width) for width in dict.fromkeys(spec.intermediate_sizes))
         raise UnsupportedModelError(
             f"the model cannot be split over {size} shards: it has {spec.num_heads} attention heads, "
-            f"{spec.num_kv_heads} key/value heads and an intermediate size of {widths}"
+            f"{' and '.join(map(str, sorted(numbers)))} key/value heads and an intermediate size of {widths}"
         )
 
 

@@ -17,7 +17,12 @@ class _Matrix(NamedTuple):
 
 def describe_sensitivity(spec: Spec) -> Sensitivity:
     stack = spec if isinstance(spec, DecoderSpec) else spec.decoder
-    return Sensitivity(stack.num_layers, stack.num_kv_heads * stack.head_dim)
+    width = stack.num_kv_heads * stack.head_dim
+    if not isinstance(stack, DecoderSpec) or not stack.layer_shapes:
+        return Sensitivity(stack.num_layers, width)
+    shapes = stack.layer_shapes
+    rows = (0 if each.kv_projections == "none" else each.num_kv_heads * each.head_dim for each in shapes)
+    return Sensitivity(stack.num_layers, width, tuple(rows))
 
 
 def measure_sensitive_share(spec: Spec) -> float:
@@ -46,26 +51,32 @@ def _list_matrices(spec: Spec) -> Iterator[_Matrix]:
 
 
 def _list_blocks(spec: LayerSpec, prefix: str) -> Iterator[_Matrix]:
+    for layer in range(spec.num_layers):
+        own = spec.at(layer) if isinstance(spec, DecoderSpec) else spec
+        yield from _list_block(own, f"{prefix}.{layer}", layer)
+
+
+def _list_block(spec: LayerSpec, path: str, layer: int) -> Iterator[_Matrix]:
     size = spec.hidden_size
     width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     mamba, experts = (spec.mamba, spec.experts) if isinstance(spec, DecoderSpec) else (None, None)
-    for layer in range(spec.num_layers):
-        path = f"{prefix}.{layer}"
-        if mamba is not None and layer in mamba.layers:
-            yield _Matrix(f"{path}.mamba.in", 2 * (mamba.width + mamba.group_width) + mamba.num_heads, size)
-            yield _Matrix(f"{path}.mamba.out", size, mamba.width)
-        else:
-            yield _Matrix(f"{path}.attention.qkv", width + 2 * kv_width, size)
-            yield _Matrix(f"{path}.attention.out", size, width)
-        if experts is None or layer in experts.dense_layers:
-            yield from _list_mlp(f"{path}.mlp", size, spec.intermediate_size, spec.gated)
-        else:
-            if experts.shared_size:
-                yield from _list_mlp(f"{path}.mlp.shared", size, experts.shared_size, spec.gated)
-            for i in range(experts.num_experts):
-                yield from _list_mlp(f"{path}.mlp.experts.{i}", size, experts.intermediate_size, spec.gated)
-            if experts.shared_size:
-                yield from _list_mlp(f"{path}.mlp.shared", size, experts.shared_size, spec.gated)
+    if mamba is not None and layer in mamba.layers:
+        yield _Matrix(f"{path}.mamba.in", 2 * (mamba.width + mamba.group_width) + mamba.num_heads, size)
+        yield _Matrix(f"{path}.mamba.out", size, mamba.width)
+    else:
+        num_projections = {"both": 2, "keys": 1, "none": 0}[spec.kv_projections]
+        yield _Matrix(f"{path}.attention.qkv", width + num_projections * kv_width, size)
+        yield _Matrix(f"{path}.attention.out", size, width)
+    if experts is None or layer in experts.dense_layers or experts.beside_dense:
+        yield from _list_mlp(f"{path}.mlp", size, spec.intermediate_size, spec.gated)
+    if experts is not None and layer not in experts.dense_layers:
+        for i in range(experts.num_experts):
+            yield from _list_mlp(f"{path}.mlp.experts.{i}", size, experts.intermediate_size, spec.gated)
+        if experts.shared_size:
+            yield from _list_mlp(f"{path}.mlp.shared", size, experts.shared_size, spec.gated)
+    if isinstance(spec, DecoderSpec) and spec.layer_inputs:
+        yield _Matrix(f"{path}.input_gate", spec.layer_inputs.width, size)
+        yield _Matrix(f"{path}.input_project", size, spec.layer_inputs.width)
 
 
 def _list_mlp(path: str, size: int, width: int, is_gated: bool) -> Iterator[_Matrix]:

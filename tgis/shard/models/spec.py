@@ -1,11 +1,12 @@
 """Specifications of models: all that layers need besides the tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar, Literal
 
 from tgis.shard.layers.norm import NormKind
 from tgis.shard.layers.rotary import Rope
+from tgis.shard.memory.kv_cache import LayerHeads
 
 # Residual additions of a block's two branches, attention and feed-forward.
 #   sequential:            x += attention(norm_1(x)); x += mlp(norm_2(x))
@@ -18,6 +19,9 @@ Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
 #   both:    x += post_norm(f(norm(x)))
 #   sum:     x = norm(x + f(x))
 NormPlace = Literal["before", "after", "both", "sum"]
+# Projections besides that of queries. keys: the values are the keys before norms and rotary embedding. none:
+# the layer reads the keys and values of an earlier one.
+KVProjections = Literal["both", "keys", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,8 @@ class LayerSpec:
     # RMS norm of queries and keys: per head, per head without weights in layers with a rotary embedding, or
     # over all heads.
     qk_norm: Literal["none", "head", "bare_head", "whole"] = "none"
+    value_norm: bool = False  # RMS norm of every head of values, without weights
+    kv_projections: KVProjections = "both"
     clip_qkv: float | None = None
     attention_scale: float | None = None  # None: head_dim^-1/2
 
@@ -86,6 +92,30 @@ class Experts:
     num_active_groups: int = 1
     weight_scale: float = 1.0  # factor of the weights of the chosen experts
     scales_input: bool = False  # weights multiply the experts' inputs instead of their outputs
+    has_router_norm: bool = False  # the router has a norm of its own, with a learned factor per channel
+    has_expert_scales: bool = False  # a learned factor per expert multiplies its weights
+    # Every layer also has an ordinary MLP. Both have norms before and after, and their outputs are added.
+    beside_dense: bool = False
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Fields of `LayerSpec` that differ between layers of one model."""
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    kv_projections: KVProjections = "both"
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Second embedding of tokens: a vector of `width` for each layer, added to a projection of the first
+    embedding. After each block, it multiplies the activations of a small gated branch."""
+
+    width: int
+    num_rows: int  # of the table
+    virtual_token_id: int  # token whose vectors those of soft prompts have
 
 
 @dataclass(frozen=True)
@@ -145,6 +175,11 @@ class DecoderSpec(LayerSpec):
     attention_soft_cap: float | None = None
     sinks: bool = False  # learned score per head of a key without a value
 
+    layer_shapes: tuple[LayerShape, ...] = ()  # empty: all layers have the shape above
+    kv_sources: tuple[int, ...] = ()  # layer whose keys and values a layer uses; empty: its own
+    layer_inputs: LayerInputs | None = None
+    layer_scalars: bool = False  # a learned factor per layer multiplies its output
+
     embedding_size: int | None = None  # if it differs from hidden_size; projections convert between them
     scales_virtual: bool = False  # soft prompts were trained before the scaling, so they are scaled as well
     logit_scale: float = 1.0
@@ -159,7 +194,18 @@ class DecoderSpec(LayerSpec):
     def intermediate_sizes(self) -> tuple[int, ...]:
         experts = self.experts
         sizes = (experts.intermediate_size, experts.shared_size) if experts else ()
-        return (self.intermediate_size, *(size for size in sizes if size))
+        inputs = (self.layer_inputs.width,) if self.layer_inputs else ()
+        return (self.intermediate_size, *(size for size in (*sizes, *inputs) if size))
+
+    @property
+    def layer_heads(self) -> tuple[LayerHeads, ...]:
+        """Heads of the keys and values that each layer reads."""
+        layers = (self.at(source) for source in self.kv_sources or range(self.num_layers))
+        return tuple(LayerHeads(each.num_kv_heads, each.head_dim) for each in layers)
+
+    def at(self, layer: int) -> "DecoderSpec":
+        """Return the specification with the shape of one layer."""
+        return replace(self, **vars(self.layer_shapes[layer])) if self.layer_shapes else self
 
     @property
     def attention_layers(self) -> list[int]:

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.attention.interface import StepLayout
+from tgis.shard.attention.layered import open_attention
 from tgis.shard.checkpoint.tensors import ALL, Sliced, Stored, read_pieces
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Parts, Product, Table
-from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
+from tgis.shard.memory.layered_cache import allocate_cache
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
@@ -50,16 +51,8 @@ def score_prompt(
     parts = _StreamedParts(group, weights, dtype, _StreamingKernels(group.device))
     model = Decoder(spec, parts)
     ids = torch.tensor(token_ids, device=group.device)
-    cache = KVCache(
-        spec.num_cache_layers,
-        1,
-        len(ids),
-        local_kv_heads(spec, group),
-        spec.head_dim,
-        torch.float32,
-        group.device,
-    )
-    attention = TorchAttention(cache)
+    cache = allocate_cache(spec, group, 1, len(ids), torch.float32, group.device)
+    attention = open_attention(cache, TorchAttention)
     layout = StepLayout(
         cu_seqlens_q=torch.tensor([0, len(ids)], dtype=torch.int32),
         positions=torch.arange(len(ids)),

@@ -44,13 +44,20 @@ IGNORED = {
     "the scales that Transformer Engine keeps for 8-bit training": _ANYWHERE + r"_extra_state",
 }
 _KNOWN = re.compile("|".join(f"(?:{pattern})" for pattern in IGNORED.values()))
+_KEYS_AND_VALUES = re.compile(r"\.self_attn\.[kv]_(?:proj|norm)\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 
 
 def refuse_unread(directory: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
     """Raise WeightsError if `names`, the tensors that were not read, contain one that must not be ignored."""
     predicting = _prediction_layers(config)
-    unknown = [name for name in names if not (_is_known(name) or _layer_of(name) in predicting)]
+    sharing = _sharing_layers(config)
+    unknown = [
+        name
+        for name in names
+        if not (_is_known(name) or _layer_of(name) in predicting)
+        and not (_layer_of(name) in sharing and _KEYS_AND_VALUES.search(name))
+    ]
     if unknown:
         first = min(unknown, key=_layer_order)
         raise WeightsError(
@@ -71,6 +78,15 @@ def _prediction_layers(config: Mapping[str, Any]) -> range:
     text = text if isinstance(text, dict) else config
     first, count = (text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     return range(first, first + count) if type(first) is int and type(count) is int else range(0)
+
+
+def _sharing_layers(config: Mapping[str, Any]) -> range:
+    """Return the indices of the last layers if they read the keys and values of earlier ones. Checkpoints may
+    have projections that these layers do not use."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    end, count = (text.get(key) for key in ("num_hidden_layers", "num_kv_shared_layers"))
+    return range(end - count, end) if type(end) is int and type(count) is int else range(0)
 
 
 def _layer_of(name: str) -> int | None:

@@ -15,7 +15,7 @@ from tgis.hub import model_files
 from tgis.shard.checkpoint.files import Checkpoint
 from tgis.shard.checkpoint.provenance import ModuleRows
 from tgis.shard.checkpoint.tensors import ALL
-from tgis.shard.checkpoint.weights import Weights
+from tgis.shard.checkpoint.weights import Weights, spell_module
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Parts, Product
@@ -172,7 +172,7 @@ def _list_modules(traced: Sequence[ModuleRows], names: frozenset[str], prefix: s
 def _find_stored(module: str, names: frozenset[str], prefix: str) -> tuple[str, int | None]:
     """Return the name of a module in the checkpoint and, for a stack of experts, the entry. Raises
     QuantizeError."""
-    for spelled in (module, module.removeprefix(prefix), prefix + module):
+    for spelled in spell_module(module, prefix):
         if f"{spelled}.weight" in names:
             return spelled, None
         base, _, entry = spelled.rpartition(".")

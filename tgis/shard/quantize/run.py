@@ -55,6 +55,8 @@ def quantize(
     if settings.method == "gptq":
         if not isinstance(plan.spec, DecoderSpec):
             raise QuantizeError("GPTQ supports only decoder-only models; use --method int8 or fp8")
+        if plan.spec.layer_shapes:
+            raise QuantizeError("GPTQ does not support models whose layers differ; use --method int8 or fp8")
         windows = read_calibration(directory, calibration, cache, settings)
         facts["calibration"] = windows.digest
         target = OutputDirectory(output, facts, settings.method)

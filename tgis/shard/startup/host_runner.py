@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tgis.shard.attention.interface import Attention
+from tgis.shard.attention.layered import open_attention
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import Model
 from tgis.shard.runner.batch_builder import BatchBuilder
@@ -21,7 +22,7 @@ class HostRunners:
     captures_steps: bool = False  # kernels and attention are the CPU's, whose launches can be captured
 
     def __call__(self, on: Platform, parts: RunnerParts) -> HostModelRunner:
-        attention = self.attention(parts.cache)
+        attention = open_attention(parts.cache, self.attention)
         table = RowTable(parts.max_rows, parts.limits, on.device, parts.adapters)
         forward = self._make_forward(parts.model, attention, parts.can_capture)
         builder = BatchBuilder(table, attention, states=parts.states)

@@ -28,6 +28,7 @@ from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.parts.mamba import find_state_shape
 from tgis.shard.models.rope_option import read_rope_option
+from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
 from tgis.shard.quant.smoothing import NO_FACTORS
@@ -342,6 +343,11 @@ def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Pl
     device = choose_platform.find_device(config.device, local_rank, _num_local(config))
     if device.type != "cpu" and not choice.is_native:
         logger.warning("%s supports only the CPU, so the GPUs are not used", choice.engine)
+        device = CPU
+    if device.type != "cpu" and isinstance(choice.spec, DecoderSpec) and choice.spec.layer_shapes:
+        logger.warning(
+            "the GPUs are not used: their kernels support only models whose layers have equal heads"
+        )
         device = CPU
     if device.type == "cpu" and config.rank == 0:
         for name in ("cuda_graphs", "cuda_memory_fraction"):

@@ -10,10 +10,9 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory.kv_cache import (
     AttentionShape,
     CacheScale,
-    KVCache,
     bytes_per_block,
-    local_kv_heads,
 )
+from tgis.shard.memory.layered_cache import AnyCache, allocate_cache
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -148,9 +147,8 @@ def allocate(
     block_size: int,
     num_blocks: int,
     scales: Sequence[CacheScale] = (),
-) -> KVCache:
-    sizes = (shape.num_cache_layers, num_blocks, block_size, local_kv_heads(shape, group), shape.head_dim)
-    return KVCache(*sizes, dtype, group.device, scales)
+) -> AnyCache:
+    return allocate_cache(shape, group, num_blocks, block_size, dtype, group.device, scales)
 
 
 def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:

@@ -15,7 +15,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels
-from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.memory.layered_cache import AnyCache
 from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import Model
 from tgis.shard.runner.graph_sizes import GraphSize
@@ -71,7 +71,7 @@ class RunnerParts:
     """Parts of a model runner other than its platform."""
 
     model: Model
-    cache: KVCache
+    cache: AnyCache
     states: StateCache | None  # of a model with recurrent layers
     guides: Guides
     adapters: LoadedAdapters

@@ -29,6 +29,7 @@ SIZES = (2, MAX_ROWS)
 QUICK = ("llama_grouped_queries",)
 # Sliding windows and soft caps, an encoder, ALiBi slopes, position embeddings, and two rotary tables.
 OTHERS = ("gemma2", "t5", "bloom", "opt", "phi3_short_and_long")
+# Layers with different heads run only on the CPU.
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "granitemoe", "granitemoe_swa", "gpt_oss")
 
 

@@ -78,6 +78,23 @@ def gemma3(**overrides: Any) -> dict[str, Any]:
     return gemma(**{"sliding_window": 5, "query_pre_attn_scalar": 24, **changes, **overrides})
 
 
+def gemma4(**overrides: Any) -> dict[str, Any]:
+    """Return a configuration whose layers with full attention have other heads. The last two layers read the
+    keys and values of earlier ones."""
+    layers = {"num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 2}
+    heads = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 5, "final_logit_softcapping": 5.0}
+    inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": SMALL["vocab_size"]}
+    ends = {"pad_token_id": 0, "tie_word_embeddings": True, "use_double_wide_mlp": True}
+    return sizes(**{**layers, **heads, **inputs, **ends, **overrides})
+
+
+def gemma4_experts(**overrides: Any) -> dict[str, Any]:
+    """Return a configuration with experts, without layer inputs and shared keys and values."""
+    plain = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+    experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24, "enable_moe_block": True}
+    return gemma4(**{**plain, **experts, **overrides})
+
+
 def long_rope(original_length: int) -> dict[str, Any]:
     """Return factors of the three pairs of rotated channels. With a length of 20, sequences of the tests stay
     on one side."""
@@ -230,6 +247,17 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     ),
     "gemma3_multimodal": lambda: hf.Gemma3Config(
         text_config=gemma3(), vision_config=VISION, mm_tokens_per_image=4
+    ),
+    "gemma4_text": lambda: hf.Gemma4TextConfig(**gemma4()),
+    "gemma4_text_experts": lambda: hf.Gemma4TextConfig(
+        **gemma4_experts(attention_k_eq_v=True, num_global_key_value_heads=1)
+    ),
+    "gemma4_multimodal": lambda: hf.Gemma4Config(
+        text_config=gemma4(num_key_value_heads=1, use_double_wide_mlp=False),
+        vision_config={**VISION, "num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 8},
+        image_token_id=1,
+        video_token_id=1,
+        audio_token_id=2,
     ),
     "phi3": lambda: hf.Phi3Config(**sizes(pad_token_id=0, sliding_window=5, num_key_value_heads=4)),
     "phi3_tied_short": lambda: hf.Phi3Config(

@@ -180,9 +180,9 @@ def split_heads(
     k, v = (empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
     addresses = (qkv.data_ptr(), _address(angles), q.data_ptr(), k.data_ptr(), v.data_ptr())
     shape = (num_tokens, num_heads, num_kv_heads, head_dim, 0 if angles is None else angles.shape[-1])
-    norm = (0, 0, 0)
+    norm = (0, 0, 0, 0)
     if head_norm:
-        weights = (head_norm.q_weight.data_ptr(), head_norm.k_weight.data_ptr())
+        weights = (head_norm.q_weight.data_ptr(), head_norm.k_weight.data_ptr(), _address(head_norm.v_weight))
         norm = (*weights, as_bits(head_norm.eps))
     _run(heads.split_heads, shape, *addresses, *norm, width=width)
     return q, k, v

@@ -138,11 +138,14 @@ def split_heads(
     head_norm: HeadNorm | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split qkv into q, k, v of [num_tokens, heads, head_dim]. See `Attention.run`."""
-    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+    num_rows = num_heads + 2 * num_kv_heads
+    heads = qkv.view(len(qkv), num_rows, qkv.shape[1] // num_rows)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
     if head_norm is not None:
         q = F.rms_norm(q, q.shape[2:], head_norm.q_weight, head_norm.eps)
         k = F.rms_norm(k, k.shape[2:], head_norm.k_weight, head_norm.eps)
+        if head_norm.v_weight is not None:
+            v = F.rms_norm(v, v.shape[2:], head_norm.v_weight, head_norm.eps)
     return _rotate(q, angles), _rotate(k, angles), _rotate(v, None)
 
 

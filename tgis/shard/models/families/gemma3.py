@@ -25,7 +25,7 @@ DEFAULTS = {
 
 
 def spec(config: Config) -> DecoderSpec:
-    config = {**DEFAULTS, **_text_config(config)}
+    config = {**DEFAULTS, **read_text_config(config)}
     if config.get("attn_logit_softcapping") is not None:
         raise UnsupportedModelError("attn_logit_softcapping is not supported for this model type")
     shared = gemma2.spec({**config, "attn_logit_softcapping": None, "layer_types": None})
@@ -48,7 +48,7 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
     }
 
 
-def _text_config(config: Config) -> Config:
+def read_text_config(config: Config) -> Config:
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise UnsupportedModelError(f"text_config {text!r} of the configuration is not an object")

@@ -1,6 +1,7 @@
 """Self-attention and feed-forward, split over ranks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -74,7 +75,9 @@ class SelfAttention:
         self._scoring = scoring
         self._norm_product = parts.kernels.norm_product
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        widths, pieces = [q_size, kv_size, kv_size], [size, kv_pieces, kv_pieces]
+        num_projections = {"both": 2, "keys": 1, "none": 0}[spec.kv_projections]
+        widths = [q_size] + [kv_size] * num_projections
+        pieces = [size] + [kv_pieces] * num_projections
         self._qkv = ColumnParallel(parts, f"{path}.qkv", spec.hidden_size, widths, spec.qkv_bias, pieces)
         out = RowParallel(parts, f"{path}.out", q_size, spec.hidden_size, spec.out_bias)
         self._output = BranchOutput(parts, out, finish)
@@ -83,10 +86,15 @@ class SelfAttention:
         head_norm = None
         self._whole_norms = None
         if spec.qk_norm == "head":
-            head_norm = read_head_norm(parts, path, spec.head_dim, spec.norm_eps, spec.norm)
+            has_keys = num_projections > 0
+            head_norm = read_head_norm(parts, path, spec.head_dim, spec.norm_eps, spec.norm, has_keys)
         if spec.qk_norm == "bare_head":
             head_norm = make_bare_head_norm(parts, spec.head_dim, spec.norm_eps)
-        self._heads = Heads(spec.num_heads // size, spec.num_kv_heads // kv_pieces, head_norm)
+        if head_norm is not None and spec.value_norm:
+            head_norm = replace(head_norm, v_weight=torch.ones(spec.head_dim, device=parts.kernels.device))
+        num_kv_heads = spec.num_kv_heads // kv_pieces if num_projections else 0
+        self._heads = Heads(spec.num_heads // size, num_kv_heads, head_norm)
+        self._repeats_keys = spec.kv_projections == "keys"
         self._q_size = q_size // size
         if spec.qk_norm == "whole":
             self._whole_norms = (
@@ -111,6 +119,8 @@ class SelfAttention:
             self._clamp(qkv, self._clip)
         if self._whole_norms is not None:
             qkv = self._normalise(qkv, *self._whole_norms)
+        if self._repeats_keys:
+            qkv = torch.cat((qkv, qkv[:, self._q_size :]), 1)
         if query_factors is not None:
             qkv[:, : self._q_size] *= query_factors
         # [num_tokens, num_heads, head_dim]

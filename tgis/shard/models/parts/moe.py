@@ -9,8 +9,8 @@ from torch import Tensor
 from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts, normalise
-from tgis.shard.models.parts.blocks import MLP, BranchInput, Finish
-from tgis.shard.models.parts.routing import Router
+from tgis.shard.models.parts.blocks import MLP, BranchInput, Finish, make_norm
+from tgis.shard.models.parts.routing import Router, read_router_norm
 from tgis.shard.models.spec import DecoderSpec
 
 
@@ -25,6 +25,7 @@ class SparseMLP:
         self._score = Replicated(
             parts, f"{path}.router", spec.hidden_size, experts.num_experts, experts.router_bias
         )
+        self._score_norm = read_router_norm(spec, parts, path) if experts.has_router_norm else None
         self._route = Router(experts, parts, f"{path}.choice")
         self._shared = SharedExpert(spec, parts, path) if experts.shared_size else None
         sizes = replace(spec, intermediate_size=experts.intermediate_size, mlp_bias=experts.bias)
@@ -32,13 +33,15 @@ class SparseMLP:
 
     def __call__(self, x: Tensor, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:
         """Return the output still to be added to x, the residual stream."""
-        out = self._mix(normalise(self._kernels, *source), adapters)
+        normed = normalise(self._kernels, *source)
+        scores = self._score(normed if self._score_norm is None else self._score_norm(x), adapters)
+        out = self._mix(normed, scores, adapters)
         return out if self._finish is None else self._finish(out)
 
-    def _mix(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+    def _mix(self, x: Tensor, scores: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Add each token's experts in the order of their numbers, so that its bits do not depend on other
         tokens."""
-        weights, chosen = self._route(self._score(x, adapters))  # [num_tokens, num_active]
+        weights, chosen = self._route(scores)  # [num_tokens, num_active]
         order = chosen.flatten().argsort(stable=True)  # indices in flattened `chosen`, sorted by expert
         counts = chosen.flatten().bincount(minlength=self._spec.num_experts).tolist()
         out = torch.zeros_like(x)
@@ -70,3 +73,23 @@ class SharedExpert:
         """Return this rank's summand of the output, [num_tokens, hidden_size]."""
         y = self._mlp.partial(x, adapters)
         return y if self._gate is None else y * self._gate(x, adapters).sigmoid()
+
+
+class DenseWithExperts:
+    """Sum of an MLP and of experts. Both read x through norms of their own, and both outputs have a norm."""
+
+    def __init__(self, spec: DecoderSpec, parts: Parts, path: str, finish: Finish | None = None):
+        self._kernels = parts.kernels
+        self._finish = finish
+        self._dense = MLP(spec, parts, path, make_norm(spec, parts, f"{path}.dense_post_norm"))
+        self._norm = make_norm(spec, parts, f"{path}.sparse_norm")
+        self._sparse = SparseMLP(spec, parts, path, make_norm(spec, parts, f"{path}.sparse_post_norm"))
+
+    def __call__(self, x: Tensor, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:
+        """Return the output still to be added to x, the residual stream."""
+        if source.delta is not None:
+            self._kernels.add(x, source.delta)
+        dense = self._dense(x, BranchInput(x, None, source.norm), adapters)
+        assert dense is not None, "a branch with a norm of its output does not add it"
+        out = self._kernels.add(dense, self._sparse(x, BranchInput(x, None, self._norm), adapters))
+        return out if self._finish is None else self._finish(out)

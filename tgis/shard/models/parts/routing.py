@@ -1,21 +1,26 @@
 """Choice of the experts that a token uses, and their weights."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from tgis.shard.layers.ops import Parts
-from tgis.shard.models.spec import Experts
+from tgis.shard.models.spec import DecoderSpec, Experts
 
 # Guards against a division by zero, as in training.
 _TINY = 1e-20
 
 
 class Router:
-    """Chooses experts by scores. With `Experts.has_choice_bias`, reads the vector at `path`."""
+    """Chooses experts by scores. Reads the vectors at `path` that `Experts` says there are."""
 
     def __init__(self, experts: Experts, parts: Parts, path: str):
         self._spec = experts
         self._bias = read_choice_bias(parts, path, experts.num_experts) if experts.has_choice_bias else None
+        self._scales: Tensor | None = None
+        if experts.has_expert_scales:
+            self._scales = parts.read_vector(f"{path}.per_expert_scale", experts.num_experts)
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the numbers of the chosen experts, [num_tokens, num_active] each, for scores
@@ -30,6 +35,8 @@ class Router:
             weights = weights.gather(1, chosen)
         if spec.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        if self._scales is not None:
+            weights = weights * self._scales[chosen]
         return weights if spec.weight_scale == 1 else weights * spec.weight_scale, chosen
 
     def _hide_groups(self, ranked: Tensor) -> Tensor:
@@ -48,3 +55,10 @@ def read_choice_bias(parts: Parts, path: str, num_experts: int) -> Tensor:
     """Read float32 [num_experts], not rounded to the weights' type: small differences choose experts."""
     bias = parts.weights.find(f"{path}.weight", (num_experts,)).read()
     return bias.to(parts.kernels.device, torch.float32, copy=True)
+
+
+def read_router_norm(spec: DecoderSpec, parts: Parts, path: str) -> Callable[[Tensor], Tensor]:
+    """Return the RMS norm of a router's input, whose weights are a learned factor over the root of the
+    width."""
+    weight = parts.read_vector(f"{path}.choice.scale", spec.hidden_size) * spec.hidden_size**-0.5
+    return lambda x: parts.kernels.rms_norm(x, None, weight, spec.norm_eps)

@@ -16,10 +16,13 @@ def list_readers(spec: DecoderSpec) -> dict[str, list[str]]:
     if spec.residual != "sequential" or spec.norm_place in ("before", "both"):
         for layer in range(spec.num_layers):
             path = f"blocks.{layer}"
-            feed_forward = list(_list_feed_forward(spec, f"{path}.mlp", layer))
+            feed_forward = _list_feed_forward(spec, f"{path}.mlp", layer)
             is_recurrent = spec.mamba is not None and layer in spec.mamba.layers
             readers[f"{path}.norm_1"] = [f"{path}.mamba.in" if is_recurrent else f"{path}.attention.qkv"]
             second = "norm_1" if spec.residual == "parallel_shared_norm" else "norm_2"
+            if spec.experts is not None and spec.experts.beside_dense:
+                readers[f"{path}.mlp.sparse_norm"] = list(feed_forward)
+                feed_forward = iter([f"{path}.mlp.up"])
             readers.setdefault(f"{path}.{second}", []).extend(feed_forward)
     if spec.final_norm and spec.embedding_width == spec.hidden_size:
         readers["norm"] = ["head"]
@@ -30,7 +33,8 @@ def _list_feed_forward(spec: DecoderSpec, path: str, layer: int) -> Iterator[str
     if spec.experts is None or layer in spec.experts.dense_layers:
         yield f"{path}.up"
         return
-    yield f"{path}.router"
+    if not spec.experts.has_router_norm:
+        yield f"{path}.router"
     yield from (f"{path}.experts.{i}.up" for i in range(spec.experts.num_experts))
     if spec.experts.shared_size:
         yield f"{path}.shared.up"

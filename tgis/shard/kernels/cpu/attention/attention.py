@@ -60,7 +60,8 @@ class CpuAttention:
         scoring: Scoring,
     ) -> Tensor:
         q, k, v = split_heads(qkv, heads.num_heads, heads.num_kv_heads, angles, heads.norm)
-        self.keep(layer, k, v, plan)
+        if heads.num_kv_heads:
+            self.keep(layer, k, v, plan)
         return self.attend(layer, q, plan, scoring)
 
     def keep(self, layer: int, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:

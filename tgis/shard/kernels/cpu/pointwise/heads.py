@@ -67,7 +67,7 @@ def _rotate_heads(x: Any, dim: int, cosines: Any, sines: Any, out: Any) -> None:
 def _split_heads(args: Any) -> None:
     num_rows, heads, kv_heads, dim, half, rows_per_unit = operands(args, 1, 6)
     x_address, angles_address, q_address, k_address, v_address = operands(args, 7, 5)
-    q_weight_address, k_weight_address, eps_bits = operands(args, 12, 3)
+    q_weight_address, k_weight_address, v_weight_address, eps_bits = operands(args, 12, 4)
     q_size, kv_size = heads * dim, kv_heads * dim
     x = carray(pointer(x_address, _F32), (num_rows, q_size + 2 * kv_size))
     angles = carray(pointer(angles_address, _F32), (2, num_rows, half))
@@ -76,19 +76,23 @@ def _split_heads(args: Any) -> None:
     v = carray(pointer(v_address, _F32), (num_rows, kv_size))
     q_weight = carray(pointer(q_weight_address, _F32), (dim if q_weight_address else 0,))
     k_weight = carray(pointer(k_weight_address, _F32), (dim if k_weight_address else 0,))
+    v_weight = carray(pointer(v_weight_address, _F32), (dim if v_weight_address else 0,))
     eps = as_float(eps_bits)
-    normed = np.empty(q_size + kv_size if q_weight_address else 0, np.float32)
+    normed = np.empty(q_size + 2 * kv_size if q_weight_address else 0, np.float32)
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
-            row = x[t]
+            row, values = x[t], x[t, q_size + kv_size :]
             if normed.size:
                 _normalise_heads(row[:q_size], q_weight, eps, normed[:q_size])
                 _normalise_heads(row[q_size : q_size + kv_size], k_weight, eps, normed[q_size:])
+                if v_weight.size:
+                    _normalise_heads(values, v_weight, eps, normed[q_size + kv_size :])
+                    values = normed[q_size + kv_size :]
                 row = normed
             _rotate_heads(row[:q_size], dim, angles[0, t], angles[1, t], q[t])
             _rotate_heads(row[q_size : q_size + kv_size], dim, angles[0, t], angles[1, t], k[t])
-            _rotate_heads(x[t, q_size + kv_size :], dim, angles[0, t, :0], angles[1, t, :0], v[t])
+            _rotate_heads(values, dim, angles[0, t, :0], angles[1, t, :0], v[t])
         first = next_unit(args) * rows_per_unit
 
 
