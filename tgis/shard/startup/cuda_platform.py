@@ -14,6 +14,7 @@ from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.kernel_cache import is_compiling, use_cache
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.memory.cuda import CudaMemory
+from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import ModelSpec
 from tgis.shard.models.spec import EncoderDecoderSpec, LayerSpec
 from tgis.shard.runner.device.build import make_device_runner
@@ -106,6 +107,7 @@ def _open(device: torch.device, memory_fraction: float | None) -> CudaMemory:
 def make_runner(
     implementations: Implementations, stream: DeviceStream, on: Platform, parts: RunnerParts
 ) -> ModelRunner:
+    assert isinstance(parts.cache, KVCache), "models whose layers differ run on the CPU"
     return make_device_runner(
         model=parts.model,
         cache=parts.cache,
