@@ -195,8 +195,9 @@ def check_sharding(spec: Spec, size: int) -> None:
     if size > spec.vocab_size:
         raise UnsupportedModelError(f"a vocabulary of {spec.vocab_size} cannot be split over {size} shards")
     if spec.num_heads % size or not shared or not fits:
+        kv_heads = " and ".join(str(number) for number in sorted(numbers))
         widths = " and ".join(str(width) for width in dict.fromkeys(spec.intermediate_sizes))
         raise UnsupportedModelError(
             f"the model cannot be split over {size} shards: it has {spec.num_heads} attention heads, "
-            f"{' and '.join(map(str, sorted(numbers)))} key/value heads and an intermediate size of {widths}"
+            f"{kv_heads} key/value heads and an intermediate size of {widths}"
         )
