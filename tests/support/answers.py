@@ -139,6 +139,7 @@ KINDS = {
     "granite": Kind(r"<\|tool_call\|>\s*\[", JSON, between=",", end=r"\]"),
     "phi4": Kind(r"<\|tool_call\|>\s*\[", JSON, between=",", end=r"\]\s*<\|/tool_call\|>"),
     "phi4_functools": Kind(r"functools\[", JSON, between=",", end=r"\]"),
+    "gemma4": Kind(r"<\|tool_call>", r"call:\s*([^\s{]+)", r"<tool_call\|>", keys=None),
     "deepseek_v3": Kind(
         "<｜tool▁calls▁begin｜>",
         r"<｜tool▁call▁begin｜>\s*function\s*<｜tool▁sep｜>\s*" + NAME + "```json",
@@ -182,6 +183,8 @@ class Writer:
                 return self._r.choice(["", "<|python_tag|>"]) + s() + f"{s()};{s()}".join(calls) + s()
             case "mistral":
                 return f"[TOOL_CALLS]{s()}[{s()}" + f"{s()},{s()}".join(calls) + f"{s()}]{s()}"
+            case "gemma4":
+                return "".join(f"<|tool_call>{s()}call:{call}{s()}<tool_call|>{s()}" for call in calls)
             case "mistral_v11":
                 return "".join(f"[TOOL_CALLS]{call}{s()}" for call in calls)
             case "granite":
@@ -202,6 +205,8 @@ class Writer:
                 return f"{s()}{name}{s()}{call_id}[ARGS]{s()}{arguments}"
             case "deepseek_v3":
                 return f"function{s()}<｜tool▁sep｜>{s()}{name}{s()}```json{s()}{arguments}{s()}```"
+            case "gemma4":
+                return f"{s()}{name}{s()}{arguments}"
             case "deepseek_v31":
                 return f"{name}{s()}<｜tool▁sep｜>{s()}{arguments}"
         key = "parameters" if self._kind == "llama3" else "arguments"

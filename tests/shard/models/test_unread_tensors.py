@@ -177,7 +177,8 @@ def fewer_layers(family: str, config: dict[str, Any]) -> tuple[dict[str, Any], i
     return ({**config, "text_config": changed} if "text_config" in config else changed), last
 
 
-@pytest.mark.parametrize("family", FIRST_CASES)
+# The last layer of Gemma 4 has full attention, so without it another layer has another shape.
+@pytest.mark.parametrize("family", [family for family in FIRST_CASES if family != "gemma4"])
 def test_a_layer_that_the_configuration_leaves_out(family: str, written: Written, tmp_path: Path) -> None:
     source = written.find(family)
     config, last = fewer_layers(family, read_config(source))

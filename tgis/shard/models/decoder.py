@@ -145,8 +145,10 @@ class ScaledBlock:
         path = f"blocks.{layer}"
         self._block = Block(spec, parts, layer)
         self._branch = LayerInputBranch(spec, parts, path, layer) if spec.layer_inputs else None
-        is_scaled = spec.layer_scalars
-        self._factor = parts.read_vector(f"{path}.output.layer_scalar", 1).item() if is_scaled else 1.0
+        self._factor = 1.0
+        if spec.layer_scalars:
+            factor = parts.read_vector(f"{path}.output.layer_scalar", 1)
+            self._factor = 1.0 if factor.is_meta else factor.item()  # models of shapes have no values
         self._kernels = parts.kernels
 
     def __call__(self, x: Tensor, delta: Tensor | None, context: StepContext) -> tuple[Tensor, Tensor | None]:

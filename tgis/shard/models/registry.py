@@ -202,10 +202,11 @@ def check_sharding(spec: Spec, size: int) -> None:
     if isinstance(spec, DecoderSpec) and spec.mamba is not None:
         _check_mamba_sharding(spec.mamba, size)
     if spec.num_heads % size or not shared or not fits:
+        kv_heads = " and ".join(str(number) for number in sorted(numbers))
         widths = " and ".join(str(width) for width in dict.fromkeys(spec.intermediate_sizes))
         raise UnsupportedModelError(
             f"the model cannot be split over {size} shards: it has {spec.num_heads} attention heads, "
-            f"{' and '.join(map(str, sorted(numbers)))} key/value heads and an intermediate size of {widths}"
+            f"{kv_heads} key/value heads and an intermediate size of {widths}"
         )
 
 

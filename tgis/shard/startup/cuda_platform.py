@@ -107,7 +107,7 @@ def _open(device: torch.device, memory_fraction: float | None) -> CudaMemory:
 def make_runner(
     implementations: Implementations, stream: DeviceStream, on: Platform, parts: RunnerParts
 ) -> ModelRunner:
-    assert isinstance(parts.cache, KVCache), "models whose layers have different heads are not loaded"
+    assert isinstance(parts.cache, KVCache), "models whose layers differ run on the CPU"
     return make_device_runner(
         model=parts.model,
         cache=parts.cache,

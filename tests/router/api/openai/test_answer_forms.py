@@ -38,6 +38,7 @@ TEXTS = {
     "mistral_v11": '[TOOL_CALLS]weather[ARGS]{"city": "Bonn"}[TOOL_CALLS]now[ARGS]{}',
     "granite": f"<|tool_call|>[{WEATHER}, {NOW}]",
     "phi4": f"<|tool_call|>[{WEATHER}, {NOW}]<|/tool_call|>",
+    "gemma4": '<|tool_call>call:weather{"city": "Bonn"}<tool_call|><|tool_call>call:now{}<tool_call|>',
     "phi4_functools": f"functools[{WEATHER}, {NOW}]",
     "deepseek_v3": f"{D['calls begin']}{D['call begin']}function{D['sep']}weather\n```json\n"
     f'{{"city": "Bonn"}}\n```{D["call end"]}\n{D["call begin"]}function{D["sep"]}now\n```json\n{{}}\n```'
@@ -46,6 +47,7 @@ TEXTS = {
     f"{D['call begin']}now{D['sep']}{{}}{D['call end']}{D['calls end']}",
 }
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>"]
+MARKS += ["<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"]
 MARKS += [*D.values(), "<think>", "</think>", "[THINK]", "[/THINK]", *harmony.MARKS]
 
 

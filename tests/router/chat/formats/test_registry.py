@@ -25,6 +25,7 @@ EXPECTED = {
     "deepseek_hybrid": ("deepseek_v31", "think"),
     "deepseek_reasoning": (None, "think"),
     "deepseek_tools": ("deepseek_v3", None),
+    "gemma4": ("gemma4", "gemma4"),
     "gpt_oss": ("harmony", "harmony"),
     "granite_tools": ("granite", "granite"),
     "llama3_tools": ("llama3", None),
@@ -50,6 +51,7 @@ ENDS = (
     "<|call|>",
     "<|return|>",
     "<|im_end|>\n",
+    "<turn|>\n",
     "<|end_of_text|>\n",
     "<|eot|>",
     "<｜end▁of▁sentence｜>",
@@ -57,7 +59,7 @@ ENDS = (
 USER = {"role": "user", "content": "Hello"}
 ARGUMENTS = [{}, {"q": 'a}"]</tool_call>é\n', "n": [1, {"x": None}]}]
 NAMES = ("look_up", "add")
-REASONING = ["qwen3", "smollm3", "granite_tools", "mistral_reasoning", "deepseek_hybrid", "gpt_oss"]
+REASONING = ["gemma4", "qwen3", "smollm3", "granite_tools", "mistral_reasoning", "deepseek_hybrid", "gpt_oss"]
 CHECKED = [family for family in EXPECTED if EXPECTED[family][0]]
 
 

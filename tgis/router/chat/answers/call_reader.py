@@ -3,9 +3,10 @@
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
+from tgis.router.chat.answers.loose_value import to_json
 from tgis.router.chat.answers.pieces import CallArguments, CallBegin, Piece
 from tgis.router.chat.answers.text_source import TextSource, Wait
-from tgis.router.chat.formats.types import JsonCall, NamedCall, ToolFormat
+from tgis.router.chat.formats.types import JsonCall, LooseCall, NamedCall, ToolFormat
 
 # Further keys with text values that models write into a call.
 OTHER_KEYS = frozenset(("type", "id"))
@@ -40,6 +41,8 @@ class CallReader:
                 is_call = yield from self._read_object(body)
             case NamedCall() as body:
                 is_call = yield from self._read_named(body)
+            case LooseCall() as body:
+                is_call = yield from self._read_loose(body)
         if is_call and (yield from self._source.has_all(self._format.call[1], may_be_cut=True)):
             self._source.held.clear()
         return is_call
@@ -59,6 +62,20 @@ class CallReader:
         if (yield from source.begins_value()) != "{":
             return False
         yield from self._stream_arguments(name)
+        return True
+
+    def _read_loose(self, body: LooseCall) -> Wait[bool]:
+        source = self._source
+        yield from source.skip_space()
+        name = yield from source.has_any(tuple(self._names))
+        yield from source.skip_space()
+        if name is None or (yield from source.begins_value()) != "{":
+            return False
+        if (yield from source.begins_json()):
+            yield from self._stream_arguments(name)
+            return True
+        text = yield from source.text_before(self._format.call[1][0])
+        self._emit_call(name, to_json(text, body.quote))
         return True
 
     def _read_object(self, body: JsonCall) -> Wait[bool]:

@@ -71,6 +71,8 @@ class AnswerParser:
             yield from source.skip_space()
             if not (yield from source.has(format.begin)):
                 return
+            if format.label:
+                yield from source.has(format.label)
             source.held.clear()
             self.is_reasoning = True
         while True:

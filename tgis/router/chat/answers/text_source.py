@@ -85,6 +85,21 @@ class TextSource:
         first = self._text[self._position : self._position + 1]
         return first if first in BEGINS else ""
 
+    def begins_json(self) -> Wait[bool]:
+        """Return True if the object that comes next is empty or begins with a key in quotes."""
+        while not (rest := self._text[self._position + 1 :].lstrip(SPACE)) and not self.is_ended:
+            yield
+        return rest[:1] in ('"', "}")
+
+    def text_before(self, mark: str) -> Wait[str]:
+        """Return the text before the mark or, without one, before the end of the text."""
+        parts: list[str] = []
+        while True:
+            parts.append(self.take_before(mark))
+            if self._text.startswith(mark, self._position) or self.is_ended:
+                return "".join(parts)
+            yield
+
     def value(self, sink: Callable[[str], None]) -> Wait[bool]:
         """Pass the JSON value that comes next to `sink`, piece by piece. Return True if it is complete."""
         scanner = JsonScanner()

@@ -21,6 +21,8 @@ class ReasoningFormat:
     """Names of this format in other servers."""
     is_channel: bool = False
     """True if answers are messages in channels (`formats/harmony.py`)."""
+    label: str = ""
+    """Text that models write after the mark, which is not reasoning."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,14 @@ class NamedCall:
 
 
 @dataclass(frozen=True)
+class LooseCall:
+    """Call that is the function's name and the arguments as an object with bare keys, whose texts are between
+    two quotes. The grammar requires JSON instead, and parsers accept both."""
+
+    quote: str
+
+
+@dataclass(frozen=True)
 class ChannelCall:
     """Call that is a message in a channel: the header has the function's name, and the arguments follow as a
     JSON object."""
@@ -53,7 +63,7 @@ class ToolFormat:
     ends the text before the calls."""
 
     name: str
-    body: JsonCall | NamedCall | ChannelCall
+    body: JsonCall | NamedCall | LooseCall | ChannelCall
     in_template: Parts
     """Texts in the template by which this format is detected."""
     section: tuple[Parts, Parts] = ((), ())

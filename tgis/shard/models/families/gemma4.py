@@ -147,7 +147,9 @@ def _layer_heads(config: Config, shared: DecoderSpec, kinds: Sequence[str]) -> l
         given = {str(layer): full for layer, kind in enumerate(kinds) if kind == FULL}
     if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
         raise UnsupportedModelError(f"per_layer_config {given!r} of the configuration is not supported")
-    own = [given.get(str(layer)) or {} for layer in range(len(kinds))]
+    # transformers writes all numbers of layers with equally many digits.
+    overrides = {str(layer).lstrip("0") or "0": each for layer, each in given.items()}
+    own = [overrides.get(str(layer), {}) for layer in range(len(kinds))]
     others = sorted({key for each in own for key in each} - {"head_dim", "num_key_value_heads"})
     if others:
         raise UnsupportedModelError(f"{', '.join(others)} in per_layer_config is not supported")

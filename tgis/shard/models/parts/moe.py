@@ -10,7 +10,7 @@ from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts, normalise
 from tgis.shard.models.parts.blocks import MLP, BranchInput, Finish, make_norm
-from tgis.shard.models.parts.routing import Router, read_router_norm
+from tgis.shard.models.parts.routing import read_router_norm
 from tgis.shard.models.spec import DecoderSpec
 
 
@@ -26,7 +26,7 @@ class SparseMLP:
             parts, f"{path}.router", spec.hidden_size, experts.num_experts, experts.router_bias
         )
         self._score_norm = read_router_norm(spec, parts, path) if experts.has_router_norm else None
-        self._route = Router(experts, parts, f"{path}.choice")
+        self._route = ExpertRouter(experts, parts, f"{path}.choice")
         self._shared = SharedExpert(spec, parts, path) if experts.shared_size else None
         sizes = replace(spec, intermediate_size=experts.intermediate_size, mlp_bias=experts.bias)
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]

@@ -12,7 +12,7 @@ from tgis.shard.models.spec import DecoderSpec, Experts
 _TINY = 1e-20
 
 
-class Router:
+class ExpertRouter:
     """Chooses experts by scores. Reads the vectors at `path` that `Experts` says there are."""
 
     def __init__(self, experts: Experts, parts: Parts, path: str):
