@@ -47,8 +47,8 @@ VARIANTS = tuple(
     "gpt_bigcode_multi_head bloom_six_heads falcon_40b falcon_11b falcon_rw falcon_sequential falcon_alibi "
     "mpt_six_heads mpt_clipped opt_350m opt_no_final_norm opt_no_bias flan_t5 ul2 mt5 umt5 bart_scaled "
     "mbart olmo3_tied_yarn smollm3_untied_window ministral3_tied_window mistral3_ministral3_tied "
-    "qwen2_moe_some_dense_window granitemoeshared_none_shared glm4_moe_biases_one_group "
-    "llama4_text_biases_untuned llama4_multimodal".split()
+    "qwen2_moe_some_dense_window granitemoeshared_none_shared granitemoe_swa_shared "
+    "glm4_moe_biases_one_group llama4_text_biases_untuned llama4_multimodal".split()
 )
 REHEARSED_FAMILIES = ("qwen2", "t5")
 REHEARSED_KERNELS = ("norm", "sample")

@@ -376,11 +376,6 @@ REFUSED: dict[str, Config] = {
         "model_type": "granite_swa",
         "layer_rope_theta": 1e4,
     },
-    "shared_intermediate_size 64 of the configuration is not supported": {
-        "model_type": "granitemoe_swa",
-        **EXPERTS,
-        "shared_intermediate_size": 64,
-    },
     f"layer types {KINDS} are not supported, expected 7 of full_attention or sliding_attention": {
         "model_type": "qwen2",
         "layer_types": KINDS,

@@ -333,6 +333,9 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
             head_dim=16,
         )
     ),
+    "granitemoe_swa_shared": lambda: hf.GraniteMoeSWAConfig(
+        **experts(sliding_window=5, num_hidden_layers=3, shared_intermediate_size=24)
+    ),
     "granitemoe_swa": lambda: hf.GraniteMoeSWAConfig(
         **experts(
             sliding_window=5,
