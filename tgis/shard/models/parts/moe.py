@@ -10,7 +10,7 @@ from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts, normalise
 from tgis.shard.models.parts.blocks import MLP, BranchInput, Finish, make_norm
-from tgis.shard.models.parts.routing import read_router_norm
+from tgis.shard.models.parts.routing import ExpertRouter, read_router_norm
 from tgis.shard.models.spec import DecoderSpec
 
 
