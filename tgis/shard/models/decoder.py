@@ -25,6 +25,7 @@ from tgis.shard.models.parts.blocks import (
     make_norm,
     make_positions,
 )
+from tgis.shard.models.parts.latent_attention import LatentAttention
 from tgis.shard.models.parts.moe import SparseMLP
 from tgis.shard.models.parts.query_scaling import query_factors
 from tgis.shard.models.spec import DecoderSpec
@@ -59,7 +60,8 @@ class LayerAttention:
         attended = spec
         if spec.qk_norm == "bare_head" and rope is None:
             attended = replace(spec, qk_norm="none")
-        self._attention = SelfAttention(attended, parts, f"{path}.attention", layer, scoring, finish)
+        kind = LatentAttention if spec.latent else SelfAttention
+        self._attention = kind(attended, parts, f"{path}.attention", layer, scoring, finish)
         self._scales_queries = spec.scales_queries(layer)
 
     def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:

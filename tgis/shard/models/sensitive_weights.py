@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tgis.shard.models.spec import DecoderSpec, LayerSpec, Spec
+from tgis.shard.models.spec import DecoderSpec, Latent, LayerSpec, Spec
 from tgis.shard.quant.sensitivity import Sensitivity
 
 
@@ -50,8 +50,12 @@ def _list_blocks(spec: LayerSpec, prefix: str) -> Iterator[_Matrix]:
     width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     for layer in range(spec.num_layers):
         path = f"{prefix}.{layer}"
-        yield _Matrix(f"{path}.attention.qkv", width + 2 * kv_width, size)
-        yield _Matrix(f"{path}.attention.out", size, width)
+        latent = spec.latent if isinstance(spec, DecoderSpec) else None
+        if latent is None:
+            yield _Matrix(f"{path}.attention.qkv", width + 2 * kv_width, size)
+            yield _Matrix(f"{path}.attention.out", size, width)
+        else:
+            yield from _list_latent(f"{path}.attention", size, spec.num_heads, latent)
         experts = spec.experts if isinstance(spec, DecoderSpec) else None
         if experts is None or layer in experts.dense_layers:
             yield from _list_mlp(f"{path}.mlp", size, spec.intermediate_size, spec.gated)
@@ -60,6 +64,15 @@ def _list_blocks(spec: LayerSpec, prefix: str) -> Iterator[_Matrix]:
                 yield from _list_mlp(f"{path}.mlp.experts.{i}", size, experts.intermediate_size, spec.gated)
             if experts.shared_size:
                 yield from _list_mlp(f"{path}.mlp.shared", size, experts.shared_size, spec.gated)
+
+
+def _list_latent(path: str, size: int, num_heads: int, latent: Latent) -> Iterator[_Matrix]:
+    """Yield the matrices of latent attention that are quantized."""
+    queries, rank = num_heads * latent.query_dim, latent.query_rank
+    yield _Matrix(f"{path}.latents", (rank or queries) + latent.page_dim, size)
+    if rank is not None:
+        yield _Matrix(f"{path}.q", queries, rank)
+    yield _Matrix(f"{path}.out", size, num_heads * latent.value_dim)
 
 
 def _list_mlp(path: str, size: int, width: int, is_gated: bool) -> Iterator[_Matrix]:

@@ -14,7 +14,8 @@ class Sensitivity:
     stream."""
 
     num_layers: int = 0
-    num_value_rows: int = 0  # rows of values in a fused matrix of queries, keys and values
+    # Rows of values in a fused matrix of queries, keys and values, or of latents.
+    num_value_rows: int = 0
 
     def find_rows(self, path: str, num_rows: int) -> slice:
         """Return the sensitive rows of a module's weight: none, all, or the last ones."""
@@ -25,7 +26,8 @@ class Sensitivity:
         module = path.rpartition(".")[2]
         if layer == self.num_layers - 1 or (module == "down" and self._is_sensitive_down(layer)):
             return slice(0, num_rows)
-        count = {"qkv": self.num_value_rows, "kv": num_rows // 2}.get(module, 0)
+        own = self.num_value_rows
+        count = {"qkv": own, "latents": own, "kv": num_rows // 2}.get(module, 0)
         return slice(num_rows - count, num_rows)
 
     def _is_sensitive_down(self, layer: int) -> bool:

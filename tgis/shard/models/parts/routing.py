@@ -33,13 +33,13 @@ class Router:
         return weights if spec.weight_scale == 1 else weights * spec.weight_scale, chosen
 
     def _hide_groups(self, ranked: Tensor) -> Tensor:
-        """Set the scores of experts outside the best groups to -inf. The two best experts of a group
-        determine its rank."""
+        """Set the scores of experts outside the best groups to -inf. The best experts of a group determine
+        its rank."""
         spec = self._spec
         if spec.num_groups == 1:
             return ranked
         groups = ranked.view(len(ranked), spec.num_groups, -1)
-        best = groups.topk(2).values.sum(-1).topk(spec.num_active_groups).indices
+        best = groups.topk(spec.num_ranking).values.sum(-1).topk(spec.num_active_groups).indices
         is_hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(is_hidden.unsqueeze(-1), -torch.inf).flatten(1)
 
