@@ -111,7 +111,9 @@ def latents(**overrides: Any) -> dict[str, Any]:
     """Return a configuration whose heads have queries, keys and values of different widths."""
     widths = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
     changes = {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    return glm4_moe(**{**widths, "q_lora_rank": 16, **changes, **overrides})
+    config = glm4_moe(**{**widths, "q_lora_rank": 16, **changes, **overrides})
+    del config["head_dim"]
+    return config
 
 
 def llama4(**overrides: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from math import log
 
-from tgis.shard.checkpoint.weights import Source, rotated_first, stack
+from tgis.shard.checkpoint.weights import Source, part_of_head, rotated_first, stack
 from tgis.shard.models.config_reader import Config, count, integer, optional_number, refuse_others
 from tgis.shard.models.families import glm4_moe, llama
 from tgis.shard.models.interface import UnsupportedModelError
@@ -41,6 +41,7 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
     name = "q_proj" if latent.query_rank is None else "q_b_proj"
     queries = rotated_first(attention + name, latent.query_dim, *order)
     pages = rotated_first(attention + "kv_a_proj_with_mqa", latent.page_dim, *order)
+    kv = attention + "kv_b_proj"
     has_rank = latent.query_rank is not None
     return {
         **llama.sources(spec),
@@ -49,7 +50,10 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
         "blocks.{i}.attention.q_norm": attention + "q_a_layernorm",
         "blocks.{i}.attention.q": queries,
         "blocks.{i}.attention.latent_norm": attention + "kv_a_layernorm",
-        "blocks.{i}.attention.kv": attention + "kv_b_proj",
+        "blocks.{i}.attention.heads.{e}.keys": part_of_head(kv, spec.num_heads, slice(0, latent.plain_dim)),
+        "blocks.{i}.attention.heads.{e}.values": part_of_head(
+            kv, spec.num_heads, slice(latent.plain_dim, None)
+        ),
     }
 
 

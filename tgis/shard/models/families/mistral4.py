@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tgis.shard.checkpoint.weights import Source, expert, first_of
 from tgis.shard.models.config_reader import Config
 from tgis.shard.models.families import deepseek_v2, glm4_moe, ministral3
 from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("mistral4",)
-sources = deepseek_v2.sources
 
 # Values that a configuration may leave out.
 DEFAULTS = {
@@ -42,3 +42,13 @@ def spec(config: Config) -> DecoderSpec:
         experts=replace(experts, probabilities="softmax", has_choice_bias=False),
         query_scaling=ministral3.query_scaling(given if isinstance(given, Mapping) else {}),
     )
+
+
+def sources(spec: DecoderSpec) -> dict[str, Source]:
+    """Return the sources. Experts are stored in one tensor, or as modules if they are quantized."""
+    shared = deepseek_v2.sources(spec)
+    layers = {"up": "gate_up_proj", "down": "down_proj"}
+    paths = {f"blocks.{{i}}.mlp.experts.{{e}}.{path}": name for path, name in layers.items()}
+    experts = "model.layers.{i}.mlp.experts."
+    fused = {path: first_of(expert(experts + name), shared[path]) for path, name in paths.items()}
+    return {**shared, **fused}

@@ -5,17 +5,18 @@ weighted sum of values W_V c is W_V times the weighted sum of latents. So attent
 keys and values of one head that all query heads share. Keys and values are never computed, neither for
 generated tokens nor for prompts, so results do not depend on how a prompt is cut."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, AttentionPlan, Heads, Scoring
-from tgis.shard.checkpoint.tensors import Sliced, Stored, transpose
-from tgis.shard.layers.linear import ColumnParallel, RowParallel
-from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.layers.linear import ColumnParallel, LoraAddition, RowParallel
+from tgis.shard.layers.lora import Cut, TokenAdapters
 from tgis.shard.layers.norm import Norm
-from tgis.shard.layers.ops import Parts, Product
+from tgis.shard.layers.ops import Parts
 from tgis.shard.models.parts.blocks import BranchInput, BranchOutput, Finish
-from tgis.shard.models.spec import DecoderSpec, Latent
+from tgis.shard.models.spec import DecoderSpec
 
 
 class LatentAttention:
@@ -39,14 +40,19 @@ class LatentAttention:
         self._norm_product = parts.kernels.norm_product
         q_size, rank = spec.num_heads * latent.query_dim, latent.query_rank
         widths, pieces = [rank or q_size, latent.page_dim], [size if rank is None else 1, 1]
-        path_of_input = f"{path}.latents"
-        self._latents = ColumnParallel(parts, path_of_input, spec.hidden_size, widths, spec.qkv_bias, pieces)
+        self._latents = ColumnParallel(
+            parts, f"{path}.latents", spec.hidden_size, widths, spec.qkv_bias, pieces
+        )
         self._q_norm = self._q = None
         if rank is not None:
             self._q_norm = Norm(parts, f"{path}.q_norm", rank, latent.norm_eps, "rms")
             self._q = ColumnParallel(parts, f"{path}.q", rank, [q_size], False)
         self._norm = Norm(parts, f"{path}.latent_norm", latent.rank, latent.norm_eps, "rms")
-        self._keys, self._values = _pack_heads(parts, f"{path}.kv", latent, spec.num_heads)
+        height = spec.num_heads * (latent.plain_dim + latent.value_dim)
+        own = [f"{path}.heads.{head}" for head in range(spec.num_heads)[parts.group.slice(spec.num_heads)]]
+        keys, values = (latent.plain_dim, latent.rank), (latent.value_dim, latent.rank)
+        self._keys = [HeadLinear(parts, f"{one}.keys", keys, height, is_transposed=True) for one in own]
+        self._values = [HeadLinear(parts, f"{one}.values", values, height) for one in own]
         out_size = spec.num_heads * latent.value_dim
         out = RowParallel(parts, f"{path}.out", out_size, spec.hidden_size, spec.out_bias)
         self._output = BranchOutput(parts, out, finish)
@@ -69,41 +75,41 @@ class LatentAttention:
             q = self._norm_product(q.contiguous(), None, self._q_norm, self._q, None, adapters)
         if query_factors is not None:
             q = q * query_factors
-        q = self._absorb(q.reshape(len(q), self._num_heads, -1))  # [num_tokens, num_heads, page_dim]
+        q = self._absorb(
+            q.reshape(len(q), self._num_heads, -1), adapters
+        )  # [num_tokens, num_heads, page_dim]
         latent = self._norm(kv[:, rope_dim:].contiguous())
         page = torch.cat([kv[:, :rope_dim], latent.to(kv.dtype)], 1)
         qkv = torch.cat([q.flatten(1), page, page], 1)
         heads = Heads(self._num_heads, 1)
         y = attention.run(self._layer, qkv, heads, angles, plan, self._scoring)
-        return self._output(x, _multiply_heads(self._values, y[..., rope_dim:]), adapters)
+        return self._output(x, _multiply_heads(self._values, y[..., rope_dim:], adapters), adapters)
 
-    def _absorb(self, q: Tensor) -> Tensor:
+    def _absorb(self, q: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Return queries of latents for queries of keys, [num_tokens, num_heads, query_dim]."""
         rotated, plain = q.tensor_split([self._latent.rope_dim], 2)
-        absorbed = _multiply_heads(self._keys, plain)
+        absorbed = _multiply_heads(self._keys, plain, adapters)
         return torch.cat([rotated, absorbed.view(*q.shape[:2], -1)], 2)
 
 
-def _pack_heads(
-    parts: Parts, path: str, latent: Latent, num_heads: int
-) -> tuple[list[Product], list[Product]]:
-    """Return the products of each of this rank's heads: with queries, and with sums of latents. They stay
-    floats, because the first ones are transposed."""
-    height = latent.plain_dim + latent.value_dim
-    stored = parts.weights.find_matrix(path, (num_heads * height, latent.rank))
-    keys, values = [], []
-    for head in range(num_heads)[parts.group.slice(num_heads)]:
-        begin, middle, end = (head * height + rows for rows in (0, latent.plain_dim, height))
-        keys.append(_pack(parts, transpose(Sliced(stored, slice(begin, middle)))))
-        values.append(_pack(parts, Sliced(stored, slice(middle, end))))
-    return keys, values
+class HeadLinear:
+    """Product with one head's rows of a matrix, or with their transpose. The rows stay floats unless they are
+    stored as codes, and their transpose is always floats."""
+
+    def __init__(
+        self, parts: Parts, path: str, shape: tuple[int, int], module_height: int, is_transposed: bool = False
+    ):
+        whole = (slice(0, shape[0]),)
+        cut = Cut(shape, whole, is_transposed=is_transposed, module_height=module_height)
+        self._adapt = LoraAddition(parts, path, cut)
+        pack = parts.pack_transposed if is_transposed else partial(parts.pack, "replicated")
+        self._multiply = pack(path, shape)
+
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        return self._adapt(x, self._multiply(x), adapters)
 
 
-def _pack(parts: Parts, stored: Stored) -> Product:
-    return parts.kernels.pack(stored, parts.dtype)
-
-
-def _multiply_heads(products: list[Product], x: Tensor) -> Tensor:
+def _multiply_heads(heads: list[HeadLinear], x: Tensor, adapters: TokenAdapters | None) -> Tensor:
     """Multiply each head of x, [num_tokens, num_heads, width], by its own matrix. Return the heads' results
     side by side, [num_tokens, num_heads * any]."""
-    return torch.cat([product(x[:, head].contiguous()) for head, product in enumerate(products)], 1)
+    return torch.cat([one(x[:, head].contiguous(), adapters) for head, one in enumerate(heads)], 1)
