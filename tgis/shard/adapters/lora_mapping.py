@@ -144,9 +144,7 @@ def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Itera
     """Yield the terms for a linear layer. Adjacent output columns with the same `a` become one term, so that
     a packed layer that was trained as one module needs only one."""
     if cut.is_transposed:
-        [rows] = trace
-        change = changes[rows.module]
-        yield _pack(change.b[rows.rows].T, change.a.T, change.scale, 0)
+        yield _read_transposed(trace, changes)
         return
     first = 0
     columns = cut.columns or slice(None)
@@ -160,6 +158,12 @@ def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Itera
             b = torch.cat([changes[rows.module].b[rows.rows] for rows in run])
             yield _pack(change.a[:, columns], b, change.scale, first)
         first += sum(rows.count for rows in run)
+
+
+def _read_transposed(trace: Trace, changes: Mapping[str, Change]) -> LowRank:
+    [rows] = trace
+    change = changes[rows.module]
+    return _pack(change.b[rows.rows].T, change.a.T, change.scale, 0)
 
 
 def _read_table(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Iterator[LowRank]:

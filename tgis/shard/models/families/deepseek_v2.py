@@ -79,9 +79,14 @@ def latent_spec(config: Config) -> DecoderSpec:
 
 def _latent(config: Config) -> Latent:
     rank = None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank")
-    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    is_interleaved = config.get("rope_interleave", True)
-    return Latent(*(integer(config, name) for name in names), rank, bool(is_interleaved))
+    return Latent(
+        rank=integer(config, "kv_lora_rank"),
+        rope_dim=integer(config, "qk_rope_head_dim"),
+        plain_dim=integer(config, "qk_nope_head_dim"),
+        value_dim=integer(config, "v_head_dim"),
+        query_rank=rank,
+        has_adjacent_pairs=bool(config.get("rope_interleave", True)),
+    )
 
 
 def _yarn_scale(rope: Config) -> float:
