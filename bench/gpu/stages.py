@@ -27,8 +27,10 @@ KERNELS = ("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_til
 CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
 # Names in tests.support.shard.family_cases: one case of each family, then all others.
 FAMILIES = tuple(
-    "llama_grouped_queries mistral qwen2 qwen3 granite granite_swa gemma gemma2 gemma3 phi3 olmo2 mixtral "
-    "qwen3_moe granitemoe granitemoe_swa gpt_oss starcoder2 gpt_neox gpt2 gpt_bigcode bloom falcon_7b mpt "
+    "llama_grouped_queries mistral qwen2 qwen3 granite granite_swa gemma gemma2 gemma3 phi3 olmo2 olmo3 "
+    "smollm3 ministral3 mistral3 mixtral qwen2_moe qwen3_moe granitemoe granitemoe_swa granitemoeshared "
+    "granitemoehybrid_attention_only glm4_moe llama4_text gpt_oss starcoder2 gpt_neox gpt2 gpt_bigcode "
+    "bloom falcon_7b mpt "
     "opt t5 bart".split()
 )
 # gemma_gelu is left out: transformers before 5.23 computes the wrong activation, which its configuration
@@ -44,7 +46,9 @@ VARIANTS = tuple(
     "granitemoe_biases gpt_neox_sequential gpt_neox_full_rotary gpt_neox_no_bias gpt2_wide gpt2_unscaled "
     "gpt_bigcode_multi_head bloom_six_heads falcon_40b falcon_11b falcon_rw falcon_sequential falcon_alibi "
     "mpt_six_heads mpt_clipped opt_350m opt_no_final_norm opt_no_bias flan_t5 ul2 mt5 umt5 bart_scaled "
-    "mbart".split()
+    "mbart olmo3_tied_yarn smollm3_untied_window ministral3_tied_window mistral3_ministral3_tied "
+    "qwen2_moe_some_dense_window granitemoeshared_none_shared glm4_moe_biases_one_group "
+    "llama4_text_biases_untuned llama4_multimodal".split()
 )
 REHEARSED_FAMILIES = ("qwen2", "t5")
 REHEARSED_KERNELS = ("norm", "sample")

@@ -8,7 +8,17 @@ from tests.support.shard.ranks import Ranks
 from tests.support.shard.tuning_cells import Cases, check_case, check_plan, plan
 
 # Families whose layers have other names on disk than in memory, or whose head is tied.
-PECULIAR = {"gemma3_multimodal", "granitemoe", "mixtral", "gpt_neox", "llama_tied", "opt_350m", "falcon_40b"}
+PECULIAR = {
+    "gemma3_multimodal",
+    "mistral3",
+    "llama4_multimodal",
+    "granitemoe",
+    "mixtral",
+    "gpt_neox",
+    "llama_tied",
+    "opt_350m",
+    "falcon_40b",
+}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.shard.checkpoints import SMALL, edit_config, write_model
+from tests.support.shard.checkpoints import SMALL, edit_config, find_auto_class, write_model
 from tests.support.shard.family_cases.all import CASES
 from tests.support.shard.stepping import ALONE, read_config
 from tgis.shard.checkpoint.tensors import WeightsError
@@ -164,8 +164,9 @@ def fewer_layers(family: str, config: dict[str, Any]) -> tuple[dict[str, Any], i
     key = next(key for key in keys if key in text)
     last = text[key] - 1
     changed = {**text, key: last}
-    if "layer_types" in text:
-        changed["layer_types"] = text["layer_types"][:last]
+    for per_layer in ("layer_types", "layer_rope_theta"):
+        if text.get(per_layer) is not None:
+            changed[per_layer] = text[per_layer][:last]
     return ({**config, "text_config": changed} if "text_config" in config else changed), last
 
 
@@ -180,7 +181,7 @@ def test_a_layer_that_the_configuration_leaves_out(family: str, written: Written
         for name in stored(source)
         if (actual := LAYER_OF_NAME.search(name))
         and int(actual[1]) == last
-        and not name.startswith(("encoder", "model.encoder", "vision_tower"))
+        and not name.startswith(("encoder", "model.encoder", "vision_tower", "model.vision_tower"))
     ]
     assert left_out
     for group in (ALONE, ProcessGroup(1, 2)):
@@ -199,7 +200,7 @@ def test_a_layer_of_the_encoder(family: str, key: str, written: Written, tmp_pat
     )
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe", "gpt_oss"])
 def test_an_expert_that_the_configuration_leaves_out(family: str, written: Written, tmp_path: Path) -> None:
     """The router is cut as well, so that its shape does not reveal the expert."""
     source = written.find(family)
@@ -207,12 +208,13 @@ def test_an_expert_that_the_configuration_leaves_out(family: str, written: Writt
     routers = {
         name: tensor[:last].clone()
         for name, tensor in stored(source).items()
-        if name.endswith((".gate.weight", "router.layer.weight"))
+        if name.endswith((".gate.weight", "router.layer.weight", "router.weight", "router.bias"))
     }
     assert routers
     copy(source, tmp_path, routers, num_local_experts=last)
-    if family == "granitemoe":  # which has all experts of a layer in one tensor
-        names = [f"{name}[{last}]" for name in stored(source) if name.endswith("put_linear.weight")]
+    if family in ("granitemoe", "gpt_oss"):  # which have all experts of a layer in one tensor
+        fused = ("put_linear.weight", "_proj", "_proj_bias")
+        names = [f"{name}[{last}]" for name in stored(source) if name.endswith(fused)]
     else:
         names = [name for name in stored(source) if f".experts.{last}." in name]
     assert refusal(lambda: load(tmp_path)).startswith(said(tmp_path, len(names), min(names)))
@@ -274,11 +276,8 @@ def test_an_odd_number_of_layers_ahead_names_none(odd: object, tmp_path: Path) -
 
 def names_of(config: transformers.PretrainedConfig) -> set[str]:
     """Return the names of all parameters in transformers, built without tensors."""
-    kind = (
-        transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    )
     with torch.device("meta"):
-        return {name for name, _ in kind.from_config(config).named_parameters()}
+        return {name for name, _ in find_auto_class(config).from_config(config).named_parameters()}
 
 
 def test_the_list_hides_nothing_that_a_model_needs() -> None:
@@ -292,9 +291,8 @@ def test_the_list_hides_nothing_that_a_model_needs() -> None:
                 hidden.add(name)
             except WeightsError:
                 continue
-    seen = {
-        name for name in hidden if name.startswith(("model.vision_tower.", "model.multi_modal_projector."))
-    }
+    parts = ("model.vision_tower.", "model.multi_modal_projector.", "vision_model.", "multi_modal_projector.")
+    seen = {name for name in hidden if name.startswith(parts)}
     norms = {f"model.decoder.final_layer_norm.{end}" for end in ("weight", "bias")}
     tables = {"shared.weight", "model.shared.weight", "model.decoder.embed_tokens.weight"}
     assert seen

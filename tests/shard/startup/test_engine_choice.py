@@ -29,8 +29,9 @@ CONFIGS = {
     "a feature of theirs": transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True),
     "encoder-decoder": transformers.MT5Config(),
     "ALiBi": transformers.BloomConfig(),
+    "attention sinks": transformers.GraniteSWAConfig(),
 }
-ONLY_OURS = ("encoder-decoder", "ALiBi")
+ONLY_OURS = ("encoder-decoder", "ALiBi", "attention sinks")
 THEIRS = ("hf_transformers", "hf_accelerate")
 CHOICES = [
     ("ours", None, 1, "tgis_native"),
@@ -86,7 +87,17 @@ def test_gguf_files_are_served_by_ours_only(
 
 
 # One case of each kind that transformers cannot run with our cache; `make test-all` tries all families.
-OBSTACLES = {"mt5", "bart", "bloom", "mpt", "falcon_7b", "falcon_alibi", "phi3_short_and_long"}
+OBSTACLES = {
+    "llama4_text",
+    "mistral3",
+    "mt5",
+    "bart",
+    "bloom",
+    "mpt",
+    "falcon_7b",
+    "falcon_alibi",
+    "phi3_short_and_long",
+}
 
 
 @pytest.mark.parametrize(

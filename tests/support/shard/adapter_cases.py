@@ -13,6 +13,8 @@ from tests.support.shard.tuning_cells import Asked, Write
 from tgis.prompts.lora_files import read_adapter_files
 
 ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
+# Linear layers that peft cannot change, because their outputs are not tensors.
+ROUTERS = {"llama4": ["router"], "llama4_text": ["router"]}
 # Parameters that "all-linear" omits although they are linear layers.
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "router.weight"]
 FUSED = ("granitemoe", "granitemoe_swa", "gpt_oss")
@@ -28,7 +30,9 @@ class AdapterCase:
         self.is_encoder_decoder, self.start_token_id = base.is_encoder_decoder, base.start_token_id
         _, middle, long = draw_inputs()
         self.asked = [Asked(middle, "", base.answer(middle))]
-        both = {"linear": ALL_LINEAR, "whole": choose_whole(base.model)}
+        routers = ROUTERS.get(base.model.config.model_type)
+        linear = {**ALL_LINEAR, "exclude_modules": routers} if routers else ALL_LINEAR
+        both = {"linear": linear, "whole": choose_whole(base.model)}
         for seed, (kind, options) in enumerate(both.items()):
             files = root / f"{name}-{kind}"
             tuned = Tuned(self.directory, files, seed, **options)
@@ -48,7 +52,8 @@ class AdapterCase:
 def choose_whole(model: Any) -> dict[str, Any]:
     """Return options for every linear layer that is a module, and for both ends where a family has its own,
     with different ranks and scales."""
-    names = list_targets(model)
+    routers = ROUTERS.get(model.config.model_type, [])
+    names = [name for name in list_targets(model) if name not in routers]
     if model.config.is_encoder_decoder:
         names = [name for name in names if name not in ("shared", "embed_tokens")]
     if model.config.model_type in FUSED:

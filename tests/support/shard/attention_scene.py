@@ -77,6 +77,11 @@ class Scene:
         hidden = (distance > 0) & scoring.causal
         if scoring.window:
             hidden |= distance <= -scoring.window
+        if scoring.chunk:
+            hidden |= (
+                torch.arange(end)[None, :] // scoring.chunk
+                != torch.arange(start, end)[:, None] // scoring.chunk
+            )
         scores = scores.masked_fill(hidden, -torch.inf)
         if scoring.sinks is not None:  # one more key, whose value is zero
             sinks = scoring.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
@@ -120,6 +125,9 @@ SCORINGS = {
     "window": {"window": 7},
     "wide_window": {"window": 100},
     "window_of_one": {"window": 1},
+    "chunk": {"chunk": 7},
+    "wide_chunk": {"chunk": 48, "soft_cap": 5.0},
+    "chunk_of_one": {"chunk": 1},
     "soft_cap": {"soft_cap": 2.0},
     "slopes": {"slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
     "bias": {"bias": torch.linspace(-2, 2, 4 * 41).view(4, 41)},

@@ -49,6 +49,8 @@ CASES: dict[str, Case] = {
     "granite": ("granite", ALL["granite"]),
     "granitemoe": ("granitemoe", ALL["granitemoe"]),
     "olmo2": ("olmo2", ALL["olmo2"]),
+    "olmo3": ("olmo2", ALL["olmo3"]),
+    "smollm3": ("smollm3", ALL["smollm3"]),
     "gpt_neox": ("gptneox", ALL["gpt_neox"]),
     "gpt2": ("gpt2", ALL["gpt2"]),
     "starcoder2": ("starcoder2", ALL["starcoder2"]),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 Array = NDArray[Any]
 ARCHITECTURES = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
-PERMUTED = ("llama", "granite", "granitemoe")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
 TYPES = (Type.Q8_0, Type.Q4_0, Type.Q5_1)
 # Offsets of the float16 factors in blocks of the types to which the package cannot round.
 FACTORS = {
@@ -223,7 +223,7 @@ def add_numbers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 def add_own(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     kind = config["model_type"]
-    if kind in ("gemma2", "gemma3_text", "phi3", "starcoder2"):
+    if kind in ("gemma2", "gemma3_text", "phi3", "starcoder2", "olmo3"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     if kind == "t5":
         writer.add_key_length(config["d_kv"])
@@ -243,7 +243,7 @@ def add_rope(writer: gguf.GGUFWriter, config: dict[str, Any], head_dim: int) -> 
     if not given:
         return
     writer.add_rope_freq_base(given["rope_theta"])
-    if local is not None:
+    if local is not None and config["model_type"] != "olmo3":
         assert local["rope_theta"] == 10000.0, "the file does not say it"
     if config["model_type"] not in ("gemma3_text", "gemma2", "gemma"):
         writer.add_rope_dimension_count(int(head_dim * (given.get("partial_rotary_factor") or 1.0)))

@@ -43,7 +43,7 @@ class PromptOracle:
         prompt for no tokens."""
         model = self.model
         if num_tokens:
-            model = peft.PeftModel.from_pretrained(self.model, self._find(num_tokens, seed)).eval()
+            model = self._tune(num_tokens, seed)
         with warnings.catch_warnings():  # it warns of omitted arguments
             warnings.simplefilter("ignore", UserWarning)
             tokens, steps = generate(model, input_ids, max_new_tokens=NEW_TOKENS, **settings)
@@ -53,7 +53,7 @@ class PromptOracle:
     def answer_to_nothing(self, num_tokens: int, seed: int, repetition_penalty: float = 1.0) -> Answer:
         """Return PeftModel's answer, with such a prompt, to an input without tokens, which `generate` does
         not support."""
-        model = peft.PeftModel.from_pretrained(self.model, self._find(num_tokens, seed)).eval()
+        model = self._tune(num_tokens, seed)
         penalise = transformers.RepetitionPenaltyLogitsProcessor(repetition_penalty)
         tokens, steps = list[int](), list[Tensor]()
         for _ in range(NEW_TOKENS):
@@ -81,6 +81,12 @@ class PromptOracle:
         table = self.model.get_input_embeddings()
         result = table(torch.tensor([token_ids], dtype=torch.int64))
         return result if prompt is None else torch.cat([prompt[None], result], 1)
+
+    def _tune(self, num_tokens: int, seed: int) -> Any:
+        model: Any = peft.PeftModel.from_pretrained(self.model, self._find(num_tokens, seed)).eval()
+        if model.word_embeddings is None:  # peft looked for them in the part for images
+            model.word_embeddings = self.model.get_input_embeddings()
+        return model
 
     def _find(self, num_tokens: int, seed: int) -> Path:
         return self._directory / f"{num_tokens}-{seed}"

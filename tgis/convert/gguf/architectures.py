@@ -17,6 +17,8 @@ Config = dict[str, Any]
 # Like llama.cpp, this identifies models of these sizes by their number of layers.
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 GEMMA3_PERIOD, GEMMA3_LOCAL_THETA = 6, 10000.0
+# Properties of models that their metadata do not have.
+SMOLLM3_INTERVAL, OLMO3_PERIOD = 4, 4
 DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 
@@ -37,6 +39,8 @@ def find_architecture(files: GgufFiles) -> Architecture:
         return MIXTRAL
     if name == "falcon" and "blk.0.attn_norm_2.weight" in files:
         return FALCON_TWO_NORMS
+    if name == "olmo2" and metadata.integer(".attention.sliding_window", 0):
+        return OLMO3
     if name == "t5":
         has_gates = "enc.blk.0.ffn_gate.weight" in files
         return Architecture("t5", "T5ForConditionalGeneration", tensor_names.t5_names(has_gates), _read_t5)
@@ -181,10 +185,7 @@ def _read_gemma3(files: GgufFiles) -> Config:
     period = metadata.integer(".attention.sliding_window_pattern", GEMMA3_PERIOD)
     if not period:
         raise metadata.refuse(".attention.sliding_window_pattern", "is 0, no period of layers")
-    kinds = [
-        "sliding_attention" if (i + 1) % period else "full_attention"
-        for i in range(config["num_hidden_layers"])
-    ]
+    kinds = _periodic_windows(period, config["num_hidden_layers"])
     return {
         **config,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -201,6 +202,27 @@ def _score_width(files: GgufFiles, layers_of_27b: int) -> int:
     """Return the number whose square root divides the attention scores; the metadata does not have it."""
     is_27b = files.metadata.integer(".block_count") == layers_of_27b
     return _head_dim(files) if is_27b else files.metadata.integer(".attention.key_length", _head_dim(files))
+
+
+def _read_smollm3(files: GgufFiles) -> Config:
+    return _read_llama(files) | {"no_rope_layer_interval": SMOLLM3_INTERVAL}
+
+
+def _read_olmo3(files: GgufFiles) -> Config:
+    config = _read_llama(files)
+    full = config["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+    return {
+        **config,
+        "sliding_window": files.metadata.integer(".attention.sliding_window"),
+        "layer_types": _periodic_windows(OLMO3_PERIOD, config["num_hidden_layers"]),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def _periodic_windows(period: int, num_layers: int) -> list[str]:
+    """Return the types of layers of which every `period`-th one has no window."""
+    return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
 
 
 def _read_phi3(files: GgufFiles) -> Config:
@@ -340,6 +362,7 @@ def _read_t5(files: GgufFiles) -> Config:
 
 MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", tensor_names.MIXTRAL, _read_mixtral)
 FALCON_TWO_NORMS = Architecture("falcon", "FalconForCausalLM", tensor_names.FALCON_TWO_NORMS, _read_falcon)
+OLMO3 = Architecture("olmo3", "Olmo3ForCausalLM", tensor_names.OLMO2, _read_olmo3)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", tensor_names.LLAMA, _read_llama),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", tensor_names.QWEN2, _read_llama),
@@ -354,6 +377,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "granitemoe", "GraniteMoeForCausalLM", tensor_names.GRANITE_MOE, _read_granite_moe
     ),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", tensor_names.OLMO2, _read_llama),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", tensor_names.LLAMA, _read_smollm3),
     "gptneox": Architecture("gpt_neox", "GPTNeoXForCausalLM", tensor_names.GPT_NEOX, _read_gpt_neox),
     "gpt2": Architecture("gpt2", "GPT2LMHeadModel", tensor_names.GPT2, _read_gpt2),
     "starcoder2": Architecture(

@@ -50,7 +50,7 @@ _EXPERT_MODULES = {
     ),
 }
 # Modules of multimodal models that text-only inference does not use.
-_UNUSED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
+_UNUSED = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..+")
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +120,17 @@ def _read_all(
         if any(rows.module in changes for rows in trace):
             _check_fit(parts.cuts[path], trace, changes)
             terms = read(parts.cuts[path], trace, changes)
-            deltas[path] = tuple(LowRank(term.a.to(device), term.b.to(device), term.first) for term in terms)
+            factors = parts.factors.get(path)
+            deltas[path] = tuple(
+                LowRank(_scale_inputs(term.a, factors).to(device), term.b.to(device), term.first)
+                for term in terms
+            )
     return deltas
+
+
+def _scale_inputs(a: Tensor, factors: Tensor | None) -> Tensor:
+    """Return a, [in, rank], for a layer whose inputs were divided by the factors."""
+    return a if factors is None else a * factors.unsqueeze(1)
 
 
 def _check_fit(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> None:

@@ -1,6 +1,7 @@
 """Specifications of models: all that layers need besides the tensors."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Literal
 
 from tgis.shard.layers.norm import NormKind
@@ -50,6 +51,10 @@ class LayerSpec:
     embedding_scale: float = 1.0
     embedding_norm: bool = False
     final_norm: bool = True
+
+    @property
+    def num_cache_layers(self) -> int:
+        return self.num_layers
 
     @property
     def max_positions(self) -> int:
@@ -109,6 +114,30 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class MambaSpec:
+    """Layers with Mamba 2 instead of attention."""
+
+    layers: frozenset[int]
+    num_heads: int
+    head_dim: int
+    num_groups: int  # groups of heads that share two projections and a norm
+    state_size: int
+    kernel_size: int  # number of tokens that the convolution sees
+    proj_bias: bool = False
+    conv_bias: bool = True
+    min_step: float = 0.0
+    max_step: float = inf
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_width(self) -> int:
+        return self.num_groups * self.state_size
+
+
+@dataclass(frozen=True)
 class QueryScaling:
     """Factor of queries that grows with the position: 1 + beta * log(1 + floor((position + shift) /
     length))."""
@@ -127,6 +156,7 @@ class DecoderSpec(LayerSpec):
     residual: Residual = "sequential"
     residual_scale: float = 1.0  # factor of a branch's output
     experts: Experts | None = None
+    mamba: MambaSpec | None = None
 
     rope: Rope | None = None
     local_rope: Rope | None = None  # rotary embedding of layers with a window, if it differs
@@ -156,6 +186,15 @@ class DecoderSpec(LayerSpec):
         experts = self.experts
         sizes = (experts.intermediate_size, experts.shared_size) if experts else ()
         return (self.intermediate_size, *(size for size in sizes if size))
+
+    @property
+    def attention_layers(self) -> list[int]:
+        recurrent = self.mamba.layers if self.mamba else ()
+        return [layer for layer in range(self.num_layers) if layer not in recurrent]
+
+    @property
+    def num_cache_layers(self) -> int:
+        return len(self.attention_layers)
 
     @property
     def rope_switch_len(self) -> int:
@@ -214,6 +253,10 @@ class EncoderDecoderSpec:
 
     @property
     def num_layers(self) -> int:
+        return self.decoder.num_layers
+
+    @property
+    def num_cache_layers(self) -> int:
         return self.decoder.num_layers
 
     @property

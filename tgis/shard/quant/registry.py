@@ -40,6 +40,7 @@ METHODS_OF = {
     "marlin": ("gptq", "marlin"),
     "awq": ("awq",),
     "compressed-tensors": ("compressed-tensors",),
+    "mxfp4": ("mxfp4",),
     "fp8": ("fp8", "fbgemm_fp8"),
     "bitsandbytes": ("bitsandbytes",),
     "bitsandbytes-nf4": ("bitsandbytes",),

@@ -81,3 +81,21 @@ async def test_stop_sequences_end_content(chats: ScriptedChats) -> None:
 async def test_answers_without_reasoning(chats: ScriptedChats) -> None:
     chats.script(FINAL)
     assert await ask(chats) == ("", "Yes. No.", [], "stop", 0)
+
+
+THINKING = (
+    "{% for message in messages %}<|start|>{{ message.role }}<|message|>"
+    "{{ message.thinking }}{{ message.content }}<|end|>{% endfor %}<|start|>assistant{# <|channel|> #}"
+)
+
+
+async def test_reasoning_of_a_history_is_left_out_beside_content_and_calls(tmp_path: Path) -> None:
+    """Templates of gpt-oss refuse both together."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": BONN}}]
+    async with scripted_chats(tmp_path, FORMATS, THINKING, harmony.MARKS, are_special=True) as chats:
+        chats.script(FINAL)
+        for content, tool_calls, shown in (("", calls, "hm"), ("so", [], "hmso"), ("so", calls, "so")):
+            message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
+            messages = [*HELLO, message | {"reasoning_content": "hm"}]
+            await chats.client.chat.completions.create(model=MODEL, messages=messages)
+            assert f"<|start|>assistant<|message|>{shown}<|end|>" in chats.prompt()

@@ -33,6 +33,7 @@ EXPECTED = {
     "phi_functools": ("phi4_functools", None),
     "phi_tools": ("phi4", None),
     "qwen3": ("hermes", "think"),
+    "smollm3": ("hermes", "think"),
 }
 # Instructions for function calls in published templates.
 PUBLISHED = {
@@ -56,7 +57,7 @@ ENDS = (
 USER = {"role": "user", "content": "Hello"}
 ARGUMENTS = [{}, {"q": 'a}"]</tool_call>é\n', "n": [1, {"x": None}]}]
 NAMES = ("look_up", "add")
-REASONING = ["qwen3", "granite_tools", "mistral_reasoning", "deepseek_hybrid", "gpt_oss"]
+REASONING = ["qwen3", "smollm3", "granite_tools", "mistral_reasoning", "deepseek_hybrid", "gpt_oss"]
 CHECKED = [family for family in EXPECTED if EXPECTED[family][0]]
 
 

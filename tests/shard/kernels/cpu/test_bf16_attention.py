@@ -84,6 +84,8 @@ def expect(scene: Scene, sequence: int, position: int, head: int, scoring: Scori
         bend += scoring.bias[head, distance.clamp(-reach, reach) + reach].double()
     if scoring.window:
         bend[distance <= -scoring.window] = -torch.inf
+    if scoring.chunk:
+        bend[: position - position % scoring.chunk] = -torch.inf
     sink = torch.tensor(-torch.inf) if scoring.sinks is None else scoring.sinks[head]
     q = scene.q[first][position, head]
     return attend_to_one_head(q, k[:end], v[:end], bend, sink.double(), scoring)

@@ -32,7 +32,15 @@ BENT_OF_SIX = replace(BENT, **SIX, sinks=torch.linspace(-1, 2, 6))
 
 
 # Covered by "all", "not_causal_bias" and the windows of test_lengths_around_segments.
-COVERED = {"wide_window", "soft_cap", "slopes", "not_causal"}
+COVERED = {
+    "wide_window",
+    "wide_chunk",
+    "chunk_of_one",
+    "soft_cap",
+    "slopes",
+    "window_and_sinks",
+    "not_causal",
+}
 
 
 def list_scorings() -> list[object]:
@@ -87,6 +95,8 @@ def test_lengths_around_segments(kernels: Implementations) -> None:
     scene = CudaScene(Shape(num_heads=2, num_kv_heads=1), [max(1, length) for length in lengths], kernels)
     for window in (None, 1, SEGMENT_LEN, SEGMENT_LEN + 5, longest):
         scene.check_last(list(enumerate(lengths)), replace(PLAIN, window=window))
+    for chunk in (SEGMENT_LEN, SEGMENT_LEN + 5):
+        scene.check_last(list(enumerate(lengths)), replace(PLAIN, chunk=chunk))
 
 
 def test_large_scores_are_finite(kernels: Implementations) -> None:

@@ -14,7 +14,7 @@ from tests.support.cuda.fake_graph import FakeStream
 from tests.support.cuda.graph_sizes import of_rows
 from tests.support.cuda.interpreter import interpreted
 from tests.support.shard.checkpoints import write_model
-from tests.support.shard.family_cases.all import CASES, family_of
+from tests.support.shard.family_cases.all import CASES, has_experts, runs_on_gpus
 from tests.support.shard.stepping import ALONE, read_config
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import Implementations
@@ -75,8 +75,7 @@ def compare(
 
 
 def list_cases() -> list[object]:
-    families = {family_of(case) for case in WITH_EXPERTS}
-    cases = [case for case in CASES if family_of(case) not in families]
+    cases = [case for case in CASES if runs_on_gpus(case) and not has_experts(case)]
     return [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in cases]
 
 

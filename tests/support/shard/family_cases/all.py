@@ -8,7 +8,8 @@ from transformers import LlamaConfig, PretrainedConfig
 from tests.support.shard.checkpoints import CASES as LLAMAS
 from tests.support.shard.checkpoints import SMALL
 from tests.support.shard.family_cases import encoder_decoders, gpts, llamas
-from tgis.shard.models.registry import FAMILIES
+from tgis.shard.models.registry import FAMILIES, make_spec
+from tgis.shard.models.spec import DecoderSpec
 
 CASES: dict[str, Callable[[], PretrainedConfig]] = {
     **{f"llama_{name}": partial(LlamaConfig, **SMALL | changes) for name, changes in LLAMAS.items()},
@@ -21,3 +22,15 @@ CASES: dict[str, Callable[[], PretrainedConfig]] = {
 @cache
 def family_of(case: str) -> str:
     return FAMILIES[CASES[case]().model_type].__name__.rpartition(".")[2]
+
+
+@cache
+def has_experts(case: str) -> bool:
+    spec = make_spec(CASES[case]().to_dict())
+    return isinstance(spec, DecoderSpec) and spec.experts is not None
+
+
+@cache
+def runs_on_gpus(case: str) -> bool:
+    spec = make_spec(CASES[case]().to_dict())
+    return not isinstance(spec, DecoderSpec) or spec.mamba is None

@@ -57,6 +57,12 @@ def sizes(**overrides: Any) -> dict[str, Any]:
     return {**SMALL, **overrides}
 
 
+def hybrid(**options: Any) -> dict[str, Any]:
+    mamba = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 8}
+    others = {"shared_intermediate_size": 40, "layer_types": ["linear_attention", "full_attention"]}
+    return sizes(**{**mamba, **others, **multipliers(0.3, 0.6, 3.0, 2.0), **options})
+
+
 def experts(**overrides: Any) -> dict[str, Any]:
     return sizes(num_local_experts=4, num_experts_per_tok=2, **overrides)
 
@@ -104,7 +110,8 @@ def long_rope(original_length: int) -> dict[str, Any]:
 
 def glm4_moe(**overrides: Any) -> dict[str, Any]:
     changes = {"moe_intermediate_size": 24, "n_routed_experts": 8, "routed_scaling_factor": 1.7}
-    return sizes(**{"num_hidden_layers": 3, "num_experts_per_tok": 3, "head_dim": 8, **changes, **overrides})
+    layers = {"num_hidden_layers": 3, "num_nextn_predict_layers": 0, "head_dim": 8}
+    return sizes(**{**layers, "num_experts_per_tok": 3, **changes, **overrides})
 
 
 def latents(**overrides: Any) -> dict[str, Any]:
@@ -360,6 +367,24 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         **experts(
             head_dim=8, sliding_window=7, num_key_value_heads=1, layer_types=[FULL, SLIDING], pad_token_id=0
         )
+    ),
+    "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(**hybrid(num_local_experts=0)),
+    "granitemoehybrid_experts_rope_biases": lambda: hf.GraniteMoeHybridConfig(
+        **hybrid(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            position_embedding_type="rope",
+            mamba_n_groups=2,
+            mamba_n_heads=4,
+            mamba_d_state=23,
+            mamba_conv_bias=False,
+            mamba_proj_bias=True,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        )
+    ),
+    "granitemoehybrid_attention_only": lambda: hf.GraniteMoeHybridConfig(
+        **hybrid(num_local_experts=0, layer_types=["full_attention"] * 2, position_embedding_type="rope")
     ),
     "starcoder2": lambda: hf.Starcoder2Config(**sizes(sliding_window=5)),
 }

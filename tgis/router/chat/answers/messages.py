@@ -14,7 +14,7 @@ _ENDS = (harmony.END, harmony.CALL, harmony.RETURN)
 _MARK_BEGIN = "<|"  # of every mark
 
 
-class Part(Enum):
+class MessagePart(Enum):
     """Part of an answer to which a text belongs."""
 
     HEADER = "header"  # also marks
@@ -23,8 +23,8 @@ class Part(Enum):
     CALL = "call"
 
 
-class PartText(NamedTuple):
-    part: Part
+class MessageText(NamedTuple):
+    part: MessagePart
     text: str
     function: str = ""
     """Name of the function at the beginning of a call, which has no text."""
@@ -40,33 +40,33 @@ class MessageReader:
         self._has_reasoning = has_reasoning
         self._names = names
         self._source = TextSource()
-        self._texts: list[PartText] = []
-        self.part = self._find_part(opened) if harmony.MESSAGE in opened else Part.HEADER
+        self._texts: list[MessageText] = []
+        self.part = self._find_part(opened) if harmony.MESSAGE in opened else MessagePart.HEADER
         """Part to which the next text belongs."""
         self._reader = self._read()
         next(self._reader)
 
-    def push(self, text: str) -> list[PartText]:
+    def push(self, text: str) -> list[MessageText]:
         """Add `text`, and return the texts that are now certain."""
         self._source.feed(text)
         next(self._reader)
         return self._take_texts()
 
-    def flush(self) -> list[PartText]:
+    def flush(self) -> list[MessageText]:
         """End the text, and return the remaining texts."""
         self._source.is_ended = True
         for _ in self._reader:
             raise AssertionError("a reader does not wait after the end")
         return self._take_texts()
 
-    def _take_texts(self) -> list[PartText]:
+    def _take_texts(self) -> list[MessageText]:
         texts = self._texts
         self._texts = []
         return texts
 
     def _emit(self, text: str) -> None:
         if text:
-            self._texts.append(PartText(self.part, text))
+            self._texts.append(MessageText(self.part, text))
 
     def _take_held(self) -> str:
         text = "".join(self._source.held)
@@ -75,19 +75,19 @@ class MessageReader:
 
     def _read(self) -> Wait[None]:
         header = self._opened
-        if self.part is Part.HEADER and not (yield from self._begins_header()):
+        if self.part is MessagePart.HEADER and not (yield from self._begins_header()):
             # The model writes no messages.
-            self.part = Part.CONTENT
+            self.part = MessagePart.CONTENT
             self._emit_held()
         while True:
-            if self.part is Part.HEADER:
+            if self.part is MessagePart.HEADER:
                 header = yield from self._read_header(header)
                 if harmony.MESSAGE not in header:
                     return
                 self._begin_body(header)
             if not (yield from self._read_body()):
                 return
-            self.part = Part.HEADER
+            self.part = MessagePart.HEADER
             header = self._emit_held()
 
     def _begins_header(self) -> Wait[bool]:
@@ -124,8 +124,8 @@ class MessageReader:
 
     def _begin_body(self, header: str) -> None:
         self.part = self._find_part(header)
-        if self.part is Part.CALL:
-            self._texts.append(PartText(self.part, "", harmony.find_function(header)))
+        if self.part is MessagePart.CALL:
+            self._texts.append(MessageText(self.part, "", harmony.find_function(header)))
 
     def _read_body(self) -> Wait[bool]:
         """Read a body, and hold the mark after it. Return False if the text ends without one."""
@@ -139,11 +139,11 @@ class MessageReader:
             elif source.is_ended:
                 return False
 
-    def _find_part(self, header: str) -> Part:
+    def _find_part(self, header: str) -> MessagePart:
         if harmony.find_function(header) in self._names:
-            return Part.CALL
+            return MessagePart.CALL
         is_reasoning = self._has_reasoning and harmony.find_channel(header) == harmony.REASONING
-        return Part.REASONING if is_reasoning else Part.CONTENT
+        return MessagePart.REASONING if is_reasoning else MessagePart.CONTENT
 
 
 class MessageParser:
@@ -156,7 +156,7 @@ class MessageParser:
     @property
     def is_reasoning(self) -> bool:
         """True while the text is reasoning."""
-        return self._reader.part is Part.REASONING
+        return self._reader.part is MessagePart.REASONING
 
     def push(self, text: str) -> list[Piece]:
         """Add `text`, and return the pieces that are now certain."""
@@ -166,19 +166,19 @@ class MessageParser:
         """End the text, and return the remaining pieces."""
         return [*self._convert(self._reader.flush()), *self._complete()]
 
-    def _convert(self, texts: list[PartText]) -> list[Piece]:
+    def _convert(self, texts: list[MessageText]) -> list[Piece]:
         pieces: list[Piece] = []
         for part, text, function in texts:
-            if part is not Part.CALL or function:
+            if part is not MessagePart.CALL or function:
                 pieces += self._complete()
             if function:
                 self._has_arguments = False
                 pieces.append(CallBegin(function))
-            elif part is Part.CALL:
+            elif part is MessagePart.CALL:
                 self._has_arguments = True
                 pieces.append(CallArguments(text))
-            elif part is not Part.HEADER:
-                pieces.append((ReasoningText if part is Part.REASONING else ContentText)(text))
+            elif part is not MessagePart.HEADER:
+                pieces.append((ReasoningText if part is MessagePart.REASONING else ContentText)(text))
         return pieces
 
     def _complete(self) -> list[Piece]:
@@ -203,10 +203,10 @@ class MessageScope:
         """End the text, and return the remaining spans."""
         return self._convert(self._reader.flush())
 
-    def _convert(self, texts: list[PartText]) -> list[tuple[str, bool]]:
+    def _convert(self, texts: list[MessageText]) -> list[tuple[str, bool]]:
         spans = []
         for part, text, _ in texts:
-            self._has_called |= part is Part.CALL
+            self._has_called |= part is MessagePart.CALL
             if text:
-                spans.append((text, part is Part.CONTENT and not self._has_called))
+                spans.append((text, part is MessagePart.CONTENT and not self._has_called))
         return spans

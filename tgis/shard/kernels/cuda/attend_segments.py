@@ -64,11 +64,13 @@ def find_sequence(work_starts, work, num_seqs):
 
 
 @triton.jit
-def find_first(length, window):
+def find_first(length, window, chunk):
     """Return the first key that the last token attends to."""
     first = 0
     if window is not None:
         first = tl.maximum(length - window, 0)
+    if chunk is not None:
+        first = tl.maximum(length - 1, 0) // chunk * chunk
     return first
 
 
@@ -80,14 +82,15 @@ def find_length(length, SEGMENT_LEN: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
 
 @triton.jit
 def find_part(
-    seq_lens, work_starts, work, num_seqs, window, SEGMENT_LEN: tl.constexpr, MAX_SEGMENTS: tl.constexpr
+    seq_lens, work_starts, work, num_seqs, score, SEGMENT_LEN: tl.constexpr, MAX_SEGMENTS: tl.constexpr
 ):
     """Return the sequence of a segment, its length, the bounds of the segment, and the first visible key."""
     seq = find_sequence(work_starts, work, num_seqs)
     length = tl.load(seq_lens + seq)
     size = find_length(length, SEGMENT_LEN, MAX_SEGMENTS)
     begin = (work - tl.load(work_starts + seq)) * size
-    return seq, length, begin, tl.minimum(begin + size, length), find_first(length, window)
+    first = find_first(length, score.window, score.chunk)
+    return seq, length, begin, tl.minimum(begin + size, length), first
 
 
 # Values that change between steps, and views into other tensors: kernels must not be specialised on them.
@@ -125,7 +128,7 @@ def attend_segments_kernel(
         kv_head = item % SIZES.num_kv_heads
         work = item // SIZES.num_kv_heads
         seq, length, begin, end, first = find_part(
-            seq_lens, work_starts, work, num_seqs, score.window, SEGMENT_LEN, MAX_SEGMENTS
+            seq_lens, work_starts, work, num_seqs, score, SEGMENT_LEN, MAX_SEGMENTS
         )
         if first < end:  # otherwise the segment is not visible, and merge_segments_kernel does not read it
             heads = kv_head * SIZES.group + tl.minimum(row, SIZES.group - 1)
@@ -151,6 +154,7 @@ def merge_segments_kernel(
     parts,
     out,
     window,
+    chunk,
     sinks,
     SIZES: tl.constexpr,
     SEGMENT_LEN: tl.constexpr,
@@ -163,7 +167,7 @@ def merge_segments_kernel(
     num_heads = SIZES.num_kv_heads * SIZES.group
     length, start = tl.load(seq_lens + seq), tl.load(work_starts + seq)
     count = tl.load(work_starts + seq + 1) - start
-    first = find_first(length, window) // find_length(length, SEGMENT_LEN, MAX_SEGMENTS)
+    first = find_first(length, window, chunk) // find_length(length, SEGMENT_LEN, MAX_SEGMENTS)
     maxima, masses, sums = parts
     channel = tl.arange(0, SIZES.width)
     best = -float("inf")
@@ -223,7 +227,10 @@ def launch(
     attend_segments_kernel[(count,)](q, *pages, *segments, parts, *numbers, score, *constants, **options)
     lengths = segments.seq_lens, segments.work_starts
     merge_segments_kernel[num_seqs, num_heads](
-        *lengths, parts, out, score.window, score.sinks, *constants, TOGETHER, num_warps=1
+        *(*lengths, parts, out, score.window, score.chunk, score.sinks),
+        *constants,
+        TOGETHER,
+        num_warps=1,
     )
     return out
 

@@ -25,18 +25,22 @@ def tile_tokens(group_size: int) -> int:
     return max(1, QUERIES // group_size)
 
 
-def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[str, int]]:
+def choose_sizes(group: int, keys: Tensor, scoring: Scoring) -> tuple[Sizes, dict[str, int]]:
     """Return the sizes of a program and its compiler options. Larger programs run out of registers."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     width = max(16, triton.next_power_of_2(head_dim))
+    has_bias = scoring.bias is not None
     # 9.x and 10.x multiply from shared memory, and have 227 KB of it; others have 99 KB at least.
-    has_much_memory = 90 <= find_capability(keys.device) < 120
+    capability = find_capability(keys.device)
+    has_much_memory = 90 <= capability < 120
     if keys.dtype == torch.float32:  # not for tensor cores: threads hold whole rows of operands
         rows, num_keys, num_warps = (64, 32, 8) if width <= 64 else (16, 16, 4)
     else:
         is_wide = width > (128 if has_much_memory else 64)
         rows = 128
-        num_keys = 32 if is_wide or has_bias else 64
+        # The loops of a window spill registers of narrow heads on 10.x.
+        is_narrow = width <= 64 and capability >= 100 and scoring.window is not None
+        num_keys = 32 if is_wide or has_bias or is_narrow else 64
         num_warps = 8
         if width > 128 and (has_bias or not has_much_memory):
             rows = 64
@@ -47,7 +51,7 @@ def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[
 
 
 @triton.jit
-def find_spans(position, tokens, length, window, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+def find_spans(position, tokens, length, score, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the first key that any of the tokens sees, the first and the end of the whole blocks that all
     see, and the end of what any sees."""
     last = length
@@ -56,9 +60,13 @@ def find_spans(position, tokens, length, window, KEYS: tl.constexpr, CAUSAL: tl.
         last = tl.minimum(position + tokens, length)
         full = tl.minimum(position + 1, length) // KEYS * KEYS
     first, begin = 0, 0
-    if window is not None:
-        first = tl.minimum(tl.maximum(position + 1 - window, 0), length)
-        begin = tl.minimum(tl.cdiv(tl.maximum(position + tokens - window, 0), KEYS) * KEYS, full)
+    if score.window is not None:
+        first = tl.minimum(tl.maximum(position + 1 - score.window, 0), length)
+        begin = tl.minimum(tl.cdiv(tl.maximum(position + tokens - score.window, 0), KEYS) * KEYS, full)
+    if score.chunk is not None:
+        last_token = position + tokens - 1
+        first = tl.minimum(position - position % score.chunk, length)
+        begin = tl.minimum(tl.cdiv(last_token - last_token % score.chunk, KEYS) * KEYS, full)
     return first, begin, full, last
 
 
@@ -93,11 +101,9 @@ def attend_tiles_kernel(
     rows = position + token, heads
     tokens_before = start // SIZES.group
     tokens = tl.minimum(count, (start + SIZES.rows - 1) // SIZES.group + 1) - tokens_before
-    first, begin, full, last = find_spans(
-        position + tokens_before, tokens, length, score.window, SIZES.keys, CAUSAL
-    )
+    first, begin, full, last = find_spans(position + tokens_before, tokens, length, score, SIZES.keys, CAUSAL)
     state = begin_softmax(SIZES.rows, SIZES.width)
-    if score.window is not None:
+    if score.window is not None or score.chunk is not None:
         seen = first // SIZES.keys * SIZES.keys
         state = attend_span(
             state, q_rows, pages, rows, (seen, begin, first, last), score, SIZES, CAUSAL, True
@@ -135,7 +141,7 @@ def launch(
     if not len(tiles):
         return
     group = q.shape[1] // num_kv_heads
-    sizes, options = choose_sizes(group, keys, scoring.bias is not None)
+    sizes, options = choose_sizes(group, keys, scoring)
     parts = triton.cdiv(tile_tokens(group) * group, sizes.rows)
     attend_tiles_kernel[num_kv_heads, len(tiles), parts](
         q,

@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import Stored, read_pieces
+from tgis.shard.kernels.portable import mamba
 from tgis.shard.layers.activation import CLAMPED_SWIGLU
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm, Product, Unfused
+from tgis.shard.layers.states import Mamba2
+from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole
 
 logger = logging.getLogger(__name__)
@@ -81,6 +84,12 @@ class TorchKernels(Unfused):
     def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return multiply_gated(gate, up, name)
+
+    def mix_states(self, rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> Tensor:
+        return mamba.mix_states(rows, mixer, layer, states)
+
+    def gate_norm(self, x: Tensor, rows: Tensor, mixer: Mamba2) -> Tensor:
+        return mamba.gate_norm(x, rows, mixer)
 
     def angles(
         self,

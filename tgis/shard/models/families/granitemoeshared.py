@@ -1,4 +1,4 @@
-"""Granite 3 MoE with a shared expert, which all tokens use besides their own experts."""
+"""Granite 3 MoE with a shared expert: Granite 3 MoE and an expert that all tokens use."""
 
 from dataclasses import replace
 

@@ -11,7 +11,12 @@ from tgis.shard.models.spec import DecoderSpec
 MODEL_TYPES: tuple[str, ...] = ("qwen2_moe",)
 
 # Values that a configuration may leave out.
-DEFAULTS = {"num_key_value_heads": 16, "num_experts_per_tok": 4, "num_experts": 60}
+DEFAULTS = {
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+}
 
 
 def spec(config: Config) -> DecoderSpec:

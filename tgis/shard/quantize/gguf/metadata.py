@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tgis.convert.gguf.architectures import ARCHITECTURES, MIXTRAL, Architecture
+from tgis.convert.gguf.architectures import ARCHITECTURES, MIXTRAL, OLMO3, Architecture
 from tgis.convert.gguf.tensor_names import ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT
 from tgis.hub import model_files
 from tgis.shard.layers.rotary import (
@@ -32,6 +32,7 @@ Config = Mapping[str, Any]
 _MODEL_TYPES: Mapping[str, tuple[str, Architecture]] = {
     "mixtral": ("llama", MIXTRAL),
     "mistral": ("llama", ARCHITECTURES["llama"]),
+    "olmo3": ("olmo2", OLMO3),
     **{each.model_type: (name, each) for name, each in ARCHITECTURES.items()},
 }
 # Architectures that need metadata which this module does not write.

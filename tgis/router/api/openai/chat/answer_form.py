@@ -8,7 +8,7 @@ from tgis.router.api.openai.chat.tools import ToolUse
 from tgis.router.api.openai.chat.types import ChatRequest
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.chat.answers.content_scope import ContentScope
-from tgis.router.chat.answers.messages import MessageParser, MessageReader, MessageScope, Part
+from tgis.router.chat.answers.messages import MessageParser, MessagePart, MessageReader, MessageScope
 from tgis.router.chat.answers.parser import AnswerParser
 from tgis.router.chat.formats import harmony
 from tgis.router.chat.formats.json_list import JSON_LIST
@@ -155,9 +155,9 @@ def _read_messages(prompt: str, has_reasoning: bool, find_mark: FindMark) -> Mes
     if any(mark.token_id is None for mark in marks):
         return MessageForm(opened, marks, None)
     part = MessageReader(opened, has_reasoning, frozenset()).part
-    begun: dict[Part, Literal["reasoning", "content"]] = {
-        Part.REASONING: "reasoning",
-        Part.CONTENT: "content",
+    begun: dict[MessagePart, Literal["reasoning", "content"]] = {
+        MessagePart.REASONING: "reasoning",
+        MessagePart.CONTENT: "content",
     }
     start, channel, constrain, message, end, *_ = marks
     rules = MessageRules(

@@ -33,6 +33,7 @@ class ScoreArguments(NamedTuple):
     bias: Tensor | None
     reach: int
     window: int | None
+    chunk: int | None
     sinks: Tensor | None
 
     @classmethod
@@ -40,7 +41,8 @@ class ScoreArguments(NamedTuple):
         assert scoring.scale > 0, "a positive scale keeps the order of products"
         reach = 0 if scoring.bias is None else scoring.bias.shape[1] // 2
         optional = scoring.soft_cap or None, scoring.slopes, scoring.bias
-        return cls(scoring.scale, *optional, reach, scoring.window or None, scoring.sinks)
+        limits = scoring.window or None, scoring.chunk or None
+        return cls(scoring.scale, *optional, reach, *limits, scoring.sinks)
 
 
 def are_addressable(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor) -> bool:
@@ -138,16 +140,18 @@ def attend_span(
         else:
             scores = adjust(scores, distance, heads, slope, score)
         if MASKED:
-            scores = hide(scores, is_seen, distance, score.window, CAUSAL)
+            scores = hide(scores, is_seen, distance, position, score, CAUSAL)
         state = add_keys(state, scores, factor, v, MASKED)
     return state
 
 
 @triton.jit
-def hide(scores, is_seen, distance, window, CAUSAL: tl.constexpr):
+def hide(scores, is_seen, distance, position, score, CAUSAL: tl.constexpr):
     is_hidden = ~is_seen[None, :]
     if CAUSAL:
         is_hidden = is_hidden | (distance > 0)
-    if window is not None:
-        is_hidden = is_hidden | (distance <= -window)
+    if score.window is not None:
+        is_hidden = is_hidden | (distance <= -score.window)
+    if score.chunk is not None:
+        is_hidden = is_hidden | (distance < -(position % score.chunk)[:, None])
     return tl.where(is_hidden, -float("inf"), scores)
