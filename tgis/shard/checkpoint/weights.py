@@ -171,7 +171,7 @@ def rotated_first(source: Source, head_dim: int, rope_dim: int, has_adjacent_pai
         heads = torch.arange(stored.shape[0]).view(-1, head_dim)
         plain, rotated = heads[:, :-rope_dim], heads[:, -rope_dim:]
         if has_adjacent_pairs:
-            rotated = rotated.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+            rotated = rotated.reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
         return ReorderedRows(stored, torch.cat([rotated, plain], 1).flatten())
 
     return find

@@ -67,8 +67,6 @@ def _list_blocks(spec: LayerSpec, prefix: str) -> Iterator[_Matrix]:
                 yield from _list_mlp(f"{path}.mlp.shared", size, experts.shared_size, spec.gated)
             for i in range(experts.num_experts):
                 yield from _list_mlp(f"{path}.mlp.experts.{i}", size, experts.intermediate_size, spec.gated)
-            if experts.shared_size:
-                yield from _list_mlp(f"{path}.mlp.shared", size, experts.shared_size, spec.gated)
 
 
 def _list_latent(path: str, size: int, num_heads: int, latent: Latent) -> Iterator[_Matrix]:

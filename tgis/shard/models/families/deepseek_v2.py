@@ -28,6 +28,7 @@ DEFAULTS = {
 def spec(config: Config) -> DecoderSpec:
     config = {**DEFAULTS, **config}
     refuse_others(config, topk_method=("greedy", "group_limited_greedy"), mlp_bias=False)
+    refuse_others(config, scoring_func="softmax", norm_topk_prob=False, moe_layer_freq=1)
     shared = latent_spec({**config, "rope_interleave": True})
     return replace(shared, experts=_experts(config, shared.num_layers))
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tgis.shard.models.config_reader import Config
+from tgis.shard.models.config_reader import Config, refuse_others
 from tgis.shard.models.families import deepseek_v2, glm4_moe
 from tgis.shard.models.spec import DecoderSpec
 
@@ -11,7 +11,10 @@ sources = deepseek_v2.sources
 
 # Values that a configuration may leave out.
 DEFAULTS = {
-    **deepseek_v2.DEFAULTS,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
     "n_routed_experts": 256,
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
@@ -25,5 +28,6 @@ DEFAULTS = {
 
 def spec(config: Config) -> DecoderSpec:
     config = {**DEFAULTS, **config}
+    refuse_others(config, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1)
     shared = deepseek_v2.latent_spec(config)
     return replace(shared, experts=glm4_moe.experts(config, shared.num_layers))

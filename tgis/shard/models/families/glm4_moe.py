@@ -61,7 +61,7 @@ def expert_sources(mlp: str) -> dict[str, Source]:
     shared = mlp + "shared_experts."
     return {
         **qwen3_moe.expert_sources(mlp),
-        "blocks.{i}.mlp.choice": mlp + "gate.e_score_correction",
+        "blocks.{i}.mlp.choice": mlp + "gate.e_score_correction_bias",
         "blocks.{i}.mlp.shared.up": stack(shared + "gate_proj", shared + "up_proj"),
         "blocks.{i}.mlp.shared.down": shared + "down_proj",
     }
