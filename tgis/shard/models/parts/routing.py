@@ -21,7 +21,7 @@ class Router:
         """Return the weights and the numbers of the chosen experts, [num_tokens, num_active] each, for scores
         [num_tokens, num_experts]."""
         spec = self._spec
-        weights = scores.softmax(-1) if spec.probabilities == "softmax" else scores.sigmoid()
+        weights = scores.softmax(-1) if spec.probabilities == "softmax" else sigmoid(scores)
         if self._bias is None and spec.num_groups == 1:
             weights, chosen = weights.topk(spec.num_active)
         else:
@@ -48,3 +48,9 @@ def read_choice_bias(parts: Parts, path: str, num_experts: int) -> Tensor:
     """Read float32 [num_experts], not rounded to the weights' type: small differences choose experts."""
     bias = parts.weights.find(f"{path}.weight", (num_experts,)).read()
     return bias.to(parts.kernels.device, torch.float32, copy=True)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid of each element. torch's own operator rounds an element differently if it is among
+    the last ones of a tensor, so a token's bits would depend on the other tokens of the step."""
+    return torch.stack([x, torch.zeros_like(x)], -1).softmax(-1)[..., 0]
