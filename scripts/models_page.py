@@ -35,6 +35,20 @@ What does not work with such a model: GPUs, and models without any attention lay
 (`--speculate`), with a warning. The numbers of heads and groups of Mamba layers must be divisible by the number of
 shards, but shards may share a group. Weights of Mamba's convolution and decays are always float32.
 
+## Latent attention
+
+DeepSeek, GLM 4.7 Flash and Mistral 4 cache one vector per token and layer, the latent, from which the keys and values
+of all heads are products: with its rotated part, 576 numbers for DeepSeek V3. Attention reads latents directly, for
+prompts as well as for generated tokens, so keys and values are never computed, and an answer does not depend on how
+its prompt was cut. The cost: attention of prompts multiplies vectors as long as the latent, several times as long as a
+head's.
+
+The kernels read keys and values in different layouts, so the cache holds every latent twice: 1,152 numbers per token
+and layer for DeepSeek V3, or 137 KiB per token in 16 bits. The query heads are split over the shards, and each shard
+holds all latents. `kv_b_proj` is divided by heads, and half of it is kept in `--dtype`, whatever the format of the
+checkpoint; `--quantize` leaves both halves in `--dtype`. Adapters may change every linear layer, including `kv_b_proj`.
+GPUs have not been tried with these models. GGUF files of them are refused.
+
 ## Quantized checkpoints
 
 The service takes the settings of a quantized checkpoint from the checkpoint itself: `quantization_config` of

@@ -143,7 +143,7 @@ def _check_fit(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> None:
         if change := changes.get(module):
             shape = (len(change.b), change.a.shape[1])
             shape = shape[::-1] if cut.is_table else shape
-            expected = (height, cut.shape[1])
+            expected = (cut.module_height or height, cut.shape[1])
             if shape != expected:
                 raise AdapterError(
                     f"it is for another model: {quote(module)} changes {shape[0]} by {shape[1]}, not "
@@ -154,6 +154,9 @@ def _check_fit(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> None:
 def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Iterator[LowRank]:
     """Yield the terms for a linear layer. Adjacent output columns with the same `a` become one term, so that
     a packed layer that was trained as one module needs only one."""
+    if cut.is_transposed:
+        yield _read_transposed(trace, changes)
+        return
     first = 0
     columns = cut.columns or slice(None)
 
@@ -166,6 +169,12 @@ def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Itera
             b = torch.cat([changes[rows.module].b[rows.rows] for rows in run])
             yield _pack(change.a[:, columns], b, change.scale, first)
         first += sum(rows.count for rows in run)
+
+
+def _read_transposed(trace: Trace, changes: Mapping[str, Change]) -> LowRank:
+    [rows] = trace
+    change = changes[rows.module]
+    return _pack(change.b[rows.rows].T, change.a.T, change.scale, 0)
 
 
 def _read_table(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Iterator[LowRank]:

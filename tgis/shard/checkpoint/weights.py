@@ -1,6 +1,6 @@
 """Finds checkpoint tensors by the model's module paths, and reads only the requested slices. A family's table
-maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `adjacent_pairs`, `interleaved`,
-`expert`, `by_layer` or `first_of`."""
+maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `adjacent_pairs`,
+`rotated_first`, `part_of_head`, `interleaved`, `expert`, `by_layer` or `first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -157,6 +157,41 @@ def adjacent_pairs(source: Source, head_dim: int) -> Source:
             )
         rows = torch.arange(stored.shape[0]).view(-1, head_dim // 2, 2)
         return ReorderedRows(stored, rows.transpose(1, 2).flatten())
+
+    return find
+
+
+def rotated_first(source: Source, head_dim: int, rope_dim: int, has_adjacent_pairs: bool) -> Source:
+    """Move the last `rope_dim` rows of each head to its front. If channels that are rotated together are
+    adjacent, reorder them as `adjacent_pairs` does."""
+
+    def find(lookup: Lookup) -> Stored:
+        stored = lookup.find(source)
+        if stored.shape[0] % head_dim:
+            raise WeightsError(
+                f"{stored.label} has shape {list(stored.shape)}, not rows of heads of {head_dim}"
+            )
+        heads = torch.arange(stored.shape[0]).view(-1, head_dim)
+        plain, rotated = heads[:, :-rope_dim], heads[:, -rope_dim:]
+        if has_adjacent_pairs:
+            rotated = rotated.reshape(len(heads), -1, 2).transpose(1, 2).flatten(1)
+        return ReorderedRows(stored, torch.cat([rotated, plain], 1).flatten())
+
+    return find
+
+
+def part_of_head(source: Source, num_heads: int, rows: slice) -> Source:
+    """Select rows of head {e}, where the checkpoint stores the rows of all heads one head after the other."""
+
+    def find(lookup: Lookup) -> Stored:
+        stored = lookup.find(source)
+        height, rest = divmod(stored.shape[0], num_heads)
+        if rest:
+            raise WeightsError(
+                f"{stored.label} has shape {list(stored.shape)}, not rows of {num_heads} heads"
+            )
+        head = int(lookup.expert)
+        return Sliced(Sliced(stored, slice(head * height, (head + 1) * height)), rows)
 
     return find
 

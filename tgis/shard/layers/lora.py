@@ -21,6 +21,8 @@ class Cut:
     rows: tuple[slice, ...]  # in the order of the rank's own rows
     columns: slice | None = None  # None means all
     is_table: bool = False  # embedding: rows are looked up, and out_features is the vocabulary's size
+    is_transposed: bool = False  # the layer multiplies by the transposed matrix
+    module_height: int | None = None  # rows of the checkpoint's module, if the matrix is only a part of it
 
 
 @dataclass(frozen=True, eq=False)

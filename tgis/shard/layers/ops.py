@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
-from tgis.shard.checkpoint.tensors import ALL, ScaledColumns, Sliced, StackedRows, Stored, split_by_layout
+from tgis.shard.checkpoint.tensors import (
+    ALL,
+    ScaledColumns,
+    Sliced,
+    StackedRows,
+    Stored,
+    split_by_layout,
+    transpose,
+)
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
@@ -278,6 +286,11 @@ class Parts:
         if layout is not None and columns != ALL and self.kernels.find_code_packer(layout) is not None:
             self.widened.append(prod(part.shape) * (self.dtype.itemsize - layout.bytes_per_weight))
         return self.kernels.pack(part, self.dtype, role)
+
+    def pack_transposed(self, path: str, shape: tuple[int, int]) -> Product:
+        """Pack the transpose of a module's weight, [in_features, out_features], as floats. Raises
+        WeightsError."""
+        return self.kernels.pack(transpose(self.weights.find_matrix(path, shape)), self.dtype, "replicated")
 
     def _encode(self, role: MatrixRole, path: str, shape: tuple[int, int]) -> Stored:
         stored = self.weights.find_matrix(path, shape)

@@ -26,6 +26,7 @@ from tgis.shard.models.parts.blocks import (
     make_norm,
     make_positions,
 )
+from tgis.shard.models.parts.latent_attention import LatentAttention
 from tgis.shard.models.parts.layer_inputs import LayerInputBranch, LayerInputEmbedding
 from tgis.shard.models.parts.mamba import MambaMixer
 from tgis.shard.models.parts.moe import DenseWithExperts, SparseMLP
@@ -75,7 +76,8 @@ class LayerAttention:
         attended = spec.at(layer)
         if spec.qk_norm == "bare_head" and rope is None:
             attended = replace(attended, qk_norm="none")
-        self._attention = SelfAttention(attended, parts, f"{path}.attention", number, scoring, finish)
+        kind = LatentAttention if spec.latent else SelfAttention
+        self._attention = kind(attended, parts, f"{path}.attention", number, scoring, finish)
         self._scales_queries = spec.scales_queries(layer)
 
     def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:

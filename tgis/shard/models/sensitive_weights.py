@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tgis.shard.models.spec import DecoderSpec, LayerSpec, Spec
+from tgis.shard.models.spec import DecoderSpec, Latent, LayerSpec, Spec
 from tgis.shard.quant.sensitivity import Sensitivity
 
 
@@ -60,9 +60,12 @@ def _list_block(spec: LayerSpec, path: str, layer: int) -> Iterator[_Matrix]:
     size = spec.hidden_size
     width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     mamba, experts = (spec.mamba, spec.experts) if isinstance(spec, DecoderSpec) else (None, None)
+    latent = spec.latent if isinstance(spec, DecoderSpec) else None
     if mamba is not None and layer in mamba.layers:
         yield _Matrix(f"{path}.mamba.in", 2 * (mamba.width + mamba.group_width) + mamba.num_heads, size)
         yield _Matrix(f"{path}.mamba.out", size, mamba.width)
+    elif latent is not None:
+        yield from _list_latent(f"{path}.attention", size, spec.num_heads, latent)
     else:
         num_projections = {"both": 2, "keys": 1, "none": 0}[spec.kv_projections]
         yield _Matrix(f"{path}.attention.qkv", width + num_projections * kv_width, size)
@@ -77,6 +80,15 @@ def _list_block(spec: LayerSpec, path: str, layer: int) -> Iterator[_Matrix]:
     if isinstance(spec, DecoderSpec) and spec.layer_inputs:
         yield _Matrix(f"{path}.input_gate", spec.layer_inputs.width, size)
         yield _Matrix(f"{path}.input_project", size, spec.layer_inputs.width)
+
+
+def _list_latent(path: str, size: int, num_heads: int, latent: Latent) -> Iterator[_Matrix]:
+    """Yield the matrices of latent attention that are quantized."""
+    queries, rank = num_heads * latent.query_dim, latent.query_rank
+    yield _Matrix(f"{path}.latents", (rank or queries) + latent.page_dim, size)
+    if rank is not None:
+        yield _Matrix(f"{path}.q", queries, rank)
+    yield _Matrix(f"{path}.out", size, num_heads * latent.value_dim)
 
 
 def _list_mlp(path: str, size: int, width: int, is_gated: bool) -> Iterator[_Matrix]:

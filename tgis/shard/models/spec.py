@@ -90,6 +90,7 @@ class Experts:
     has_choice_bias: bool = False  # a learned bias changes which experts are chosen, not their weights
     num_groups: int = 1  # experts are chosen from the `num_active_groups` best groups
     num_active_groups: int = 1
+    num_ranking: int = 2  # best experts of a group, the sum of whose probabilities ranks the group
     weight_scale: float = 1.0  # factor of the weights of the chosen experts
     scales_input: bool = False  # weights multiply the experts' inputs instead of their outputs
     has_router_norm: bool = False  # the router has a norm of its own, with a learned factor per channel
@@ -116,6 +117,30 @@ class LayerInputs:
     width: int
     num_rows: int  # of the table
     virtual_token_id: int  # token whose vectors those of soft prompts have
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Latent attention: a token's keys and values of all heads are products with one vector, its latent. The
+    latent is cached, together with channels of the key that all heads share and that are rotated. So the
+    cache has one head, whose channels are the rotated ones and then the latent."""
+
+    rank: int  # width of the latent
+    rope_dim: int  # rotated channels of a head's queries and keys
+    plain_dim: int  # other channels of a head's queries and keys
+    value_dim: int  # channels of a head's values
+    query_rank: int | None = None  # width of the vector that queries are computed from; None: no such vector
+    has_adjacent_pairs: bool = True  # channels that are rotated together are adjacent in the checkpoint
+    norm_eps: float = 1e-6
+
+    @property
+    def query_dim(self) -> int:
+        return self.rope_dim + self.plain_dim
+
+    @property
+    def page_dim(self) -> int:
+        """Numbers per token that attention reads."""
+        return self.rope_dim + self.rank
 
 
 @dataclass(frozen=True)
@@ -174,6 +199,7 @@ class DecoderSpec(LayerSpec):
     slopes: tuple[float, ...] = ()  # ALiBi slope per head
     attention_soft_cap: float | None = None
     sinks: bool = False  # learned score per head of a key without a value
+    latent: Latent | None = None  # if set, `num_kv_heads` is 1 and `head_dim` its `page_dim`
 
     layer_shapes: tuple[LayerShape, ...] = ()  # empty: all layers have the shape above
     kv_sources: tuple[int, ...] = ()  # layer whose keys and values a layer uses; empty: its own

@@ -14,7 +14,7 @@ class Sensitivity:
     stream."""
 
     num_layers: int = 0
-    num_value_rows: int = 0  # rows of values in a fused matrix of queries, keys and values
+    num_value_rows: int = 0  # rows of values in a fused matrix of queries, keys and values, or of latents
     layer_value_rows: tuple[int, ...] = ()  # the same for each layer, if they differ
 
     def find_rows(self, path: str, num_rows: int) -> slice:
@@ -26,8 +26,8 @@ class Sensitivity:
         module = path.rpartition(".")[2]
         if layer == self.num_layers - 1 or (module == "down" and self._is_sensitive_down(layer)):
             return slice(0, num_rows)
-        num_values = self.layer_value_rows[layer] if self.layer_value_rows else self.num_value_rows
-        count = {"qkv": num_values, "kv": num_rows // 2}.get(module, 0)
+        own = self.layer_value_rows[layer] if self.layer_value_rows else self.num_value_rows
+        count = {"qkv": own, "latents": own, "kv": num_rows // 2}.get(module, 0)
         return slice(num_rows - count, num_rows)
 
     def _is_sensitive_down(self, layer: int) -> bool:

@@ -23,13 +23,14 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.models import registry, skeleton
 from tgis.shard.quant.registry import find_format
 
-FAMILIES = ("llama_grouped_queries", "gpt2", "granitemoe", "mixtral", "falcon_40b", "t5")
+FAMILIES = ("llama_grouped_queries", "gpt2", "granitemoe", "mixtral", "falcon_40b", "t5", "deepseek_v3")
 ALL_KINDS = KINDS | PACKED_KINDS
 # `make test` runs each kind once, and families that stack, transpose, group and use entries of experts.
 QUICK = {
     ("fp8, a scale for each matrix", "granitemoe", 2),
     ("fp8, a scale for each row", "t5", 1),
     ("fp8, a scale for each block", "llama_grouped_queries", 2),
+    ("fp8, a scale for each block", "deepseek_v3", 1),
     ("nf4", "gpt2", 2),
     ("fp4, nested", "falcon_40b", 1),
     ("int8", "mixtral", 1),

@@ -29,6 +29,20 @@ OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 16,
 }
+LATENT_ROPE = {
+    **YARN_ROPE,
+    "original_max_position_embeddings": 16,
+    "factor": 16.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+# The default share is that of the rotated channels of a query.
+MISTRAL4_ROPE = {
+    **LATENT_ROPE,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.6,
+    "partial_rotary_factor": 0.4,
+}
 VISION = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -117,6 +131,15 @@ def glm4_moe(**overrides: Any) -> dict[str, Any]:
     return sizes(**{**layers, "num_experts_per_tok": 3, **changes, **overrides})
 
 
+def latents(**overrides: Any) -> dict[str, Any]:
+    """Return a configuration whose heads have queries, keys and values of different widths."""
+    widths = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+    changes = {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    config = glm4_moe(**{**widths, "q_lora_rank": 16, **changes, **overrides})
+    del config["head_dim"]
+    return config
+
+
 def llama4(**overrides: Any) -> dict[str, Any]:
     """Return a configuration with rotated, chunked layers before each layer with full attention."""
     chunks = {"attention_chunk_size": 5, "no_rope_layer_interval": 2, "floor_scale": 4, "attn_scale": 0.4}
@@ -155,6 +178,30 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "mistral3_ministral3_tied": lambda: hf.Mistral3Config(
         text_config={**ministral3(tie_word_embeddings=True), "model_type": "ministral3"},
         vision_config=pixtral(),
+    ),
+    "mistral3_mistral4": lambda: hf.Mistral3Config(
+        text_config={**latents(rope_parameters=MISTRAL4_ROPE), "model_type": "mistral4"},
+        vision_config=pixtral(),
+        tie_word_embeddings=False,
+    ),
+    "mistral4": lambda: hf.Mistral4Config(**latents(rope_parameters=dict(MISTRAL4_ROPE))),
+    "mistral4_no_groups": lambda: hf.Mistral4Config(
+        **latents(rope_parameters=dict(MISTRAL4_ROPE), n_group=1, first_k_dense_replace=0)
+    ),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(**latents(q_lora_rank=None)),
+    "deepseek_v2_groups_yarn": lambda: hf.DeepseekV2Config(
+        **latents(topk_method="group_limited_greedy", rope_parameters=dict(LATENT_ROPE))
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**latents(rope_parameters=dict(LATENT_ROPE))),
+    "deepseek_v3_biases_halves": lambda: hf.DeepseekV3Config(
+        **latents(attention_bias=True, rope_interleave=False, n_shared_experts=2)
+    ),
+    "deepseek_v3_no_query_rank": lambda: hf.DeepseekV3Config(
+        **latents(q_lora_rank=None, n_group=1, norm_topk_prob=False, tie_word_embeddings=True)
+    ),
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(**latents(n_group=1)),
+    "glm4_moe_lite_dense_last": lambda: hf.Glm4MoeLiteConfig(
+        **latents(mlp_layer_types=["sparse", "sparse", "dense"], kv_lora_rank=24)
     ),
     "llama4_text": lambda: hf.Llama4TextConfig(**llama4(interleave_moe_layer_step=2)),
     "llama4_text_biases_untuned": lambda: hf.Llama4TextConfig(

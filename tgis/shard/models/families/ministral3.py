@@ -40,7 +40,7 @@ def spec(config: Config) -> DecoderSpec:
     return replace(
         shared,
         windows=layer_windows({**config, "layer_types": None}, [has_window] * shared.num_layers),
-        query_scaling=_query_scaling(given if isinstance(given, Mapping) else {}),
+        query_scaling=query_scaling(given if isinstance(given, Mapping) else {}),
     )
 
 
@@ -48,7 +48,7 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
     return llama.sources(spec)
 
 
-def _query_scaling(rope: Config) -> QueryScaling | None:
+def query_scaling(rope: Config) -> QueryScaling | None:
     beta = optional_number(rope, "llama_4_scaling_beta")
     if beta is None:
         return None

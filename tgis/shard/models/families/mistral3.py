@@ -1,15 +1,16 @@
-"""Mistral Small 3 and Ministral 3 with images, of which the text part is served: Mistral or Ministral 3."""
+"""Mistral Small 3 and 4 and Ministral 3 with images, of which the text part is served: Mistral, Mistral 4 or
+Ministral 3."""
 
 from collections.abc import Mapping
 
+from tgis.shard.checkpoint.weights import Source
 from tgis.shard.models.config_reader import Config
-from tgis.shard.models.families import llama, ministral3, mistral
+from tgis.shard.models.families import llama, ministral3, mistral, mistral4
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("mistral3",)
 PREFIX = "language_model."
-sources = llama.sources
 
 # Values that published checkpoints leave out.
 DEFAULTS = {
@@ -34,6 +35,12 @@ def spec(config: Config) -> DecoderSpec:
     kind = text.get("model_type", "mistral")
     if kind == "ministral3":
         return ministral3.spec(text)
+    if kind == "mistral4":
+        return mistral4.spec(text)
     if kind != "mistral":
         raise UnsupportedModelError(f"text_config of the model type {kind!r} is not supported")
     return mistral.spec({**DEFAULTS, **text} if not text.get("hidden_size") else text)
+
+
+def sources(spec: DecoderSpec) -> dict[str, Source]:
+    return llama.sources(spec) if spec.latent is None else mistral4.sources(spec)

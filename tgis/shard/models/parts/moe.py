@@ -10,7 +10,7 @@ from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts, normalise
 from tgis.shard.models.parts.blocks import MLP, BranchInput, Finish, make_norm
-from tgis.shard.models.parts.routing import ExpertRouter, read_router_norm
+from tgis.shard.models.parts.routing import ExpertRouter, read_router_norm, sigmoid
 from tgis.shard.models.spec import DecoderSpec
 
 
@@ -72,7 +72,7 @@ class SharedExpert:
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Return this rank's summand of the output, [num_tokens, hidden_size]."""
         y = self._mlp.partial(x, adapters)
-        return y if self._gate is None else y * self._gate(x, adapters).sigmoid()
+        return y if self._gate is None else y * sigmoid(self._gate(x, adapters))
 
 
 class DenseWithExperts:

@@ -26,7 +26,7 @@ class ExpertRouter:
         """Return the weights and the numbers of the chosen experts, [num_tokens, num_active] each, for scores
         [num_tokens, num_experts]."""
         spec = self._spec
-        weights = scores.softmax(-1) if spec.probabilities == "softmax" else scores.sigmoid()
+        weights = scores.softmax(-1) if spec.probabilities == "softmax" else sigmoid(scores)
         if self._bias is None and spec.num_groups == 1:
             weights, chosen = weights.topk(spec.num_active)
         else:
@@ -40,13 +40,13 @@ class ExpertRouter:
         return weights if spec.weight_scale == 1 else weights * spec.weight_scale, chosen
 
     def _hide_groups(self, ranked: Tensor) -> Tensor:
-        """Set the scores of experts outside the best groups to -inf. The two best experts of a group
-        determine its rank."""
+        """Set the scores of experts outside the best groups to -inf. The best experts of a group determine
+        its rank."""
         spec = self._spec
         if spec.num_groups == 1:
             return ranked
         groups = ranked.view(len(ranked), spec.num_groups, -1)
-        best = groups.topk(2).values.sum(-1).topk(spec.num_active_groups).indices
+        best = groups.topk(spec.num_ranking).values.sum(-1).topk(spec.num_active_groups).indices
         is_hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(is_hidden.unsqueeze(-1), -torch.inf).flatten(1)
 
@@ -62,3 +62,9 @@ def read_router_norm(spec: DecoderSpec, parts: Parts, path: str) -> Callable[[Te
     width."""
     weight = parts.read_vector(f"{path}.choice.scale", spec.hidden_size) * spec.hidden_size**-0.5
     return lambda x: parts.kernels.rms_norm(x, None, weight, spec.norm_eps)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid of each element. torch's own operator rounds an element differently if it is among
+    the last ones of a tensor, so a token's bits would depend on the other tokens of the step."""
+    return torch.stack([x, torch.zeros_like(x)], -1).softmax(-1)[..., 0]

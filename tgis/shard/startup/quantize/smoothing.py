@@ -17,8 +17,7 @@ def list_readers(spec: DecoderSpec) -> dict[str, list[str]]:
         for layer in range(spec.num_layers):
             path = f"blocks.{layer}"
             feed_forward = _list_feed_forward(spec, f"{path}.mlp", layer)
-            is_recurrent = spec.mamba is not None and layer in spec.mamba.layers
-            readers[f"{path}.norm_1"] = [f"{path}.mamba.in" if is_recurrent else f"{path}.attention.qkv"]
+            readers[f"{path}.norm_1"] = [f"{path}.{_find_first_matrix(spec, layer)}"]
             second = "norm_1" if spec.residual == "parallel_shared_norm" else "norm_2"
             if spec.experts is not None and spec.experts.beside_dense:
                 readers[f"{path}.mlp.sparse_norm"] = list(feed_forward)
@@ -27,6 +26,12 @@ def list_readers(spec: DecoderSpec) -> dict[str, list[str]]:
     if spec.final_norm and spec.embedding_width == spec.hidden_size:
         readers["norm"] = ["head"]
     return readers
+
+
+def _find_first_matrix(spec: DecoderSpec, layer: int) -> str:
+    if spec.mamba is not None and layer in spec.mamba.layers:
+        return "mamba.in"
+    return "attention.latents" if spec.latent else "attention.qkv"
 
 
 def _list_feed_forward(spec: DecoderSpec, path: str, layer: int) -> Iterator[str]:
