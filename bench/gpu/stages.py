@@ -27,7 +27,8 @@ KERNELS = ("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_til
 CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
 # Names in tests.support.shard.family_cases: one case of each family, then all others.
 FAMILIES = tuple(
-    "llama_grouped_queries mistral qwen2 qwen3 granite gemma gemma2 gemma3 phi3 olmo2 mixtral qwen3_moe "
+    "llama_grouped_queries llama4_text mistral ministral3 mistral3 smollm3 olmo3 qwen2_moe granitemoeshared "
+    "glm4_moe qwen2 qwen3 granite gemma gemma2 gemma3 phi3 olmo2 mixtral qwen3_moe "
     "granitemoe starcoder2 gpt_neox gpt2 gpt_bigcode bloom falcon_7b mpt opt t5 bart".split()
 )
 # gemma_gelu is left out: transformers before 5.23 computes the wrong activation, which its configuration
@@ -42,7 +43,9 @@ VARIANTS = tuple(
     "granitemoe_biases gpt_neox_sequential gpt_neox_full_rotary gpt_neox_no_bias gpt2_wide gpt2_unscaled "
     "gpt_bigcode_multi_head bloom_six_heads falcon_40b falcon_11b falcon_rw falcon_sequential falcon_alibi "
     "mpt_six_heads mpt_clipped opt_350m opt_no_final_norm opt_no_bias flan_t5 ul2 mt5 umt5 bart_scaled "
-    "mbart".split()
+    "mbart llama4_text_biases_untuned llama4_multimodal ministral3_tied_window mistral3_ministral3_tied "
+    "smollm3_untied_window olmo3_tied_yarn qwen2_moe_some_dense_window granitemoeshared_none_shared "
+    "glm4_moe_biases_one_group".split()
 )
 REHEARSED_FAMILIES = ("qwen2", "t5")
 REHEARSED_KERNELS = ("norm", "sample")

@@ -26,7 +26,6 @@ from tgis.shard.models.parts.blocks import (
     make_positions,
 )
 from tgis.shard.models.parts.moe import SparseMLP
-from tgis.shard.models.parts.query_scaling import query_factors
 from tgis.shard.models.spec import DecoderSpec
 
 FeedForward = Callable[[Tensor, BranchInput, TokenAdapters | None], Tensor | None]
@@ -39,7 +38,7 @@ class StepContext:
     angles: Tensor | None  # [2, num_tokens, dim / 2]
     local_angles: Tensor | None  # for layers with a sliding window
     adapters: TokenAdapters | None
-    query_factors: Tensor | None = None  # float32 [num_tokens, 1], for layers that scale queries
+    query_factors: Tensor | None = None  # float32 [num_tokens], for layers that scale queries
 
 
 class LayerAttention:
@@ -149,7 +148,10 @@ class Decoder:
             for rotary in (self._rotary, self._local_rotary)
         )
         scaling = self.spec.query_scaling
-        factors = None if scaling is None else query_factors(inputs.positions, scaling)
+        factors = None
+        if scaling is not None:
+            numbers = scaling.beta, scaling.length, scaling.shift
+            factors = self.parts.kernels.position_factors(inputs.positions, *numbers)
         return x, StepContext(attention, inputs.plan, angles, local_angles, inputs.adapters, factors)
 
     @torch.inference_mode()

@@ -123,7 +123,9 @@ def test_calls_of_a_history_are_read_back(family: str) -> None:
         assert read(formats, prompt, answer) == (content, calls, "")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "smollm3", "granite_tools", "mistral_reasoning", "deepseek_hybrid"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "smollm3", "granite_tools", "mistral_reasoning", "deepseek_hybrid"]
+)
 @pytest.mark.parametrize("calls", [[], [("add", {})]])
 def test_reasoning_of_a_history_is_read_back(family: str, calls: list[tuple[str, Any]]) -> None:
     formats = find(template_text(family))
