@@ -58,6 +58,7 @@ class ModelShape:
     has_head_norm: bool = False
     has_slopes: bool = False
     windows: tuple[int | None, ...] = (None,)  # distinct windows of the layers
+    chunk: int | None = None  # length of chunks, which some layers have
     soft_cap: float | None = None
     has_encoder: bool = False  # also has relative position biases and cross-attention
     shards: tuple[int, ...] = (1,)
@@ -104,6 +105,11 @@ MODELS = (
     ModelShape("phi-3-mini", 3072, 8192, 32, 32, 96, 32064, windows=(2047,)),
     ModelShape("phi-4", 5120, 17920, 40, 10, 128, 100352),
     ModelShape("olmo-2-7b", 4096, 11008, 32, 32, 128, 100352),
+    ModelShape("olmo-3-7b", 4096, 11008, 32, 32, 128, 100278, windows=(None, 4096)),
+    ModelShape("smollm3-3b", 2048, 11008, 16, 4, 128, 128256),
+    ModelShape("ministral-3-8b", 4096, 14336, 32, 8, 128, 131072),
+    ModelShape("llama-4-scout", 5120, 8192, 40, 8, 128, 202048, has_head_norm=True, chunk=8192, shards=(2,)),
+    ModelShape("glm-4.5-air", 4096, 1408, 96, 8, 128, 151552, rotated=64, shards=(2,)),
     LayerNormShape("gpt2-xl", 1600, 6400, 25, 25, 64, 50257),
     LayerNormShape("gpt-neox-20b", 6144, 24576, 64, 64, 96, 50432, rotated=24, shards=(1, 2)),
     LayerNormShape("opt-2.7b", 2560, 10240, 32, 32, 80, 50272, activation="relu"),
@@ -180,6 +186,8 @@ def _scorings(model: ModelShape) -> Iterator[tuple[str, Scoring]]:
         bias = _floats(model.num_heads, 2 * REACH + 1) if model.has_encoder else None
         kind = "window" if window else "self"
         yield kind, Scoring(scale, window=window, soft_cap=model.soft_cap, slopes=slopes, bias=bias)
+    if model.chunk:
+        yield "chunk", Scoring(scale, chunk=model.chunk)
     if model.has_encoder:
         yield "encoder", Scoring(scale, causal=False, bias=bias)
         yield "cross", Scoring(scale, causal=False)
