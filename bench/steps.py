@@ -84,6 +84,8 @@ class Rows:
                 prompt_len=self.length,
                 max_new_tokens=self.max_new,
                 sampling=pb.Sampling(**{**plain, **self.sampling}),
+                state_slot=row,
+                state_source=-1,
             )
             for row in range(self.batch)
         ]

@@ -13,12 +13,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from integration_tests.support.compare import differences
+from integration_tests.support.live_streams import NUM_STREAMS, check_survival, metrics
 from integration_tests.support.oracle import Oracle, UncertainError
 from integration_tests.support.served_models import FLAGS, VOCAB_SIZE, Served
 from integration_tests.support.service import Client, launch
 from tests.support.greedy import generate
 from tests.support.shard.checkpoints import SMALL, write_model
-from tests.support.shard.family_cases.llamas import long_rope
+from tests.support.shard.family_cases.llamas import hybrid, long_rope
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 
@@ -42,11 +43,25 @@ def phi3() -> transformers.Phi3Config:
     return transformers.Phi3Config(**SIZES, pad_token_id=0, **long_rope(SWITCH_LEN))
 
 
+def granite_4() -> transformers.GraniteMoeHybridConfig:
+    return transformers.GraniteMoeHybridConfig(**{**hybrid(num_local_experts=0), **SIZES})
+
+
 # Run by `make test-all`; the others include a similar one each.
-SLOW = {"qwen3, two shards", "mixtral, two shards", "phi3", "truncated", "incomplete", "short", "uncut"}
+SLOW = {
+    "qwen3, two shards",
+    "mixtral, two shards",
+    "granite 4, two shards",
+    "phi3",
+    "truncated",
+    "incomplete",
+    "short",
+    "uncut",
+}
 KINDS = {
     "qwen3, two shards": Kind(lambda: transformers.Qwen3Config(**SIZES, head_dim=12), ["--num-shard", "2"]),
     "mixtral, two shards": Kind(lambda: transformers.MixtralConfig(**SIZES, **EXPERTS), ["--num-shard", "2"]),
+    "granite 4, two shards": Kind(granite_4, ["--num-shard", "2"]),
     "phi3": Kind(phi3),
     "stablelm": Kind(lambda: transformers.StableLmConfig(**SIZES), env=THROUGH_TRANSFORMERS),
 }
@@ -156,6 +171,22 @@ def test_answers_alone_in_a_crowd_and_streamed(name: str, running: dict[str, Run
         for part, got in zip(parts, streamed[i].result(), strict=True):
             assert not list(differences(part, got))
     assert num_certain > len(asks) - 3
+
+
+@pytest.mark.slow  # covered by the tests of the scheduler and of the family
+@pytest.mark.parametrize("name", ["granite 4, two shards"])
+def test_states_survive_a_killed_shard(name: str, running: dict[str, Running]) -> None:
+    client = running[name].client
+    check_survival(client, PROMPTS[:NUM_STREAMS], victim=1)
+    counts = metrics(client)
+    assert counts['tgi_resources_created_total{kind="state"}'] > NUM_STREAMS
+    assert (
+        counts['tgi_resources_created_total{kind="state"}']
+        == counts['tgi_resources_released_total{kind="state"}']
+    )
+    assert counts["tgi_state_snapshots"] > 0
+    assert counts["tgi_state_usage_ratio"] == 0
+    assert "slots for states of sequences" in client.service.output
 
 
 @pytest.mark.slow  # covered by the tests of the scheduler and of the family

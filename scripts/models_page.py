@@ -23,6 +23,18 @@ All of them support sharding (`--num-shard`), quantization (`--quantize`), soft 
 tiny models of every family with transformers in float32 on one shard, and Llama models on two. Accuracy and speed were
 measured only with models of Llama's shape and Gemma 3.
 
+## Models that keep a state
+
+Granite 4 models with Mamba layers keep a state for each sequence, in float32 and in addition to the keys and values of
+their attention layers: 56 MiB for `granite-4.0-h-tiny`. At startup, a shard reserves states for `--max-batch-size`
+sequences and as many snapshots, but at most half of the cache's memory, or what the blocks leave. If there are fewer
+states than sequences, the others wait. The log reports the number and size; `tgi_state_usage_ratio` and
+`tgi_state_snapshots` report their use ([how it works](how-it-works.md)). `--kv-cache-memory-fraction` increases both.
+
+What does not work with such a model: GPUs, and models without any attention layer, which are refused; and drafts
+(`--speculate`), with a warning. The numbers of heads and groups of Mamba layers must be divisible by the number of
+shards, but shards may share a group. Weights of Mamba's convolution and decays are always float32.
+
 ## Quantized checkpoints
 
 The service takes the settings of a quantized checkpoint from the checkpoint itself: `quantization_config` of
@@ -37,12 +49,13 @@ column `quantized` shows whether the tests compare checkpoints of each format, o
 | `compressed-tensors` | `pack-quantized` (2, 3, 4 and 8 bits), `int-quantized`, `float-quantized`, `naive-quantized` |
 | `fp8`, `fbgemm_fp8` | a scale for each matrix, row or block |
 | `bitsandbytes` | `nf4` and `fp4`, also nested, and 8 bits |
+| `mxfp4` | experts of gpt-oss |
 
 CPUs keep weights of 8 bits or fewer as codes and scales, but `fp8` weights in `--dtype`. GPUs keep all weights in
 `--dtype` ([how each format is kept and multiplied](quantized-checkpoints.md#serving)). The shapes of a module's tensors
 determine its bits and groups, so modules may differ. The service refuses all other formats with an error that names the
-format, for example EXL2, AQLM, QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, MXFP4, Marlin 2:4,
-sparse formats, the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.
+format, for example EXL2, AQLM, QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, Marlin 2:4, sparse
+formats, the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.
 
 ## GGUF files
 
@@ -71,8 +84,8 @@ reason. Every shard holds the whole model. Soft prompts and adapters are not sup
 checkpoint runs only with `TRUST_REMOTE_CODE=true`.
 
 `hf_transformers` and `hf_accelerate` select transformers' code for the models in the table too, on one shard.
-Encoder-decoders, models with ALiBi, Falcon and models with a `dynamic` or `longrope` rope cannot run through it. The
-service's own engine serves them, logs a warning, and supports soft prompts and adapters for them.
+Encoder-decoders, models with ALiBi or attention sinks, Falcon and models with a `dynamic` or `longrope` rope cannot run
+through it. The service's own engine serves them, logs a warning, and supports soft prompts and adapters for them.
 
 `hf_optimum_ort` runs a decoder-only model in ONNX form on ONNX Runtime (`pip install 'tgis-next[onnx]'`).
 """

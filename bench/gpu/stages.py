@@ -27,9 +27,11 @@ KERNELS = ("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_til
 CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
 # Names in tests.support.shard.family_cases: one case of each family, then all others.
 FAMILIES = tuple(
-    "llama_grouped_queries llama4_text mistral ministral3 mistral3 smollm3 olmo3 qwen2_moe granitemoeshared "
-    "glm4_moe qwen2 qwen3 granite gemma gemma2 gemma3 phi3 olmo2 mixtral qwen3_moe "
-    "granitemoe starcoder2 gpt_neox gpt2 gpt_bigcode bloom falcon_7b mpt opt t5 bart".split()
+    "llama_grouped_queries mistral qwen2 qwen3 granite granite_swa gemma gemma2 gemma3 phi3 olmo2 olmo3 "
+    "smollm3 ministral3 mistral3 mixtral qwen2_moe qwen3_moe granitemoe granitemoe_swa granitemoeshared "
+    "granitemoehybrid_attention_only glm4_moe llama4_text gpt_oss starcoder2 gpt_neox gpt2 gpt_bigcode "
+    "bloom falcon_7b mpt "
+    "opt t5 bart".split()
 )
 # gemma_gelu is left out: transformers before 5.23 computes the wrong activation, which its configuration
 # names by mistake.
@@ -37,15 +39,16 @@ VARIANTS = tuple(
     "llama_tied llama_multi_head llama_shared_kv_head llama_wide_heads llama_biases llama_llama3_rope "
     "llama_linear_rope llama_yarn_rope mistral_window mistral_tied_shared_kv_head ministral "
     "qwen2_last_layer_window qwen2_first_layer_window qwen2_yarn qwen3_biases_window qwen3_tied_yarn "
-    "granite_biases granite_shared_kv_head gemma2_uncapped gemma2_untied_biases_gelu "
+    "granite_biases granite_shared_kv_head granite_swa_untied_shared_kv_head gemma2_uncapped "
+    "gemma2_untied_biases_gelu gpt_oss_shared_kv_head "
     "gemma3_capped_shared_kv_head gemma3_multimodal phi3_tied_short phi3_short_and_long olmo2_tied_biases "
     "olmo2_multi_head_yarn mixtral_tied_window qwen3_moe_some_dense qwen3_moe_biases_window "
     "granitemoe_biases gpt_neox_sequential gpt_neox_full_rotary gpt_neox_no_bias gpt2_wide gpt2_unscaled "
     "gpt_bigcode_multi_head bloom_six_heads falcon_40b falcon_11b falcon_rw falcon_sequential falcon_alibi "
     "mpt_six_heads mpt_clipped opt_350m opt_no_final_norm opt_no_bias flan_t5 ul2 mt5 umt5 bart_scaled "
-    "mbart llama4_text_biases_untuned llama4_multimodal ministral3_tied_window mistral3_ministral3_tied "
-    "smollm3_untied_window olmo3_tied_yarn qwen2_moe_some_dense_window granitemoeshared_none_shared "
-    "glm4_moe_biases_one_group".split()
+    "mbart olmo3_tied_yarn smollm3_untied_window ministral3_tied_window mistral3_ministral3_tied "
+    "qwen2_moe_some_dense_window granitemoeshared_none_shared glm4_moe_biases_one_group "
+    "llama4_text_biases_untuned llama4_multimodal".split()
 )
 REHEARSED_FAMILIES = ("qwen2", "t5")
 REHEARSED_KERNELS = ("norm", "sample")

@@ -464,7 +464,7 @@ def test_methods_that_are_served(method: str) -> None:
 
 @pytest.mark.parametrize("reads", ["launcher", "serve"])
 @pytest.mark.parametrize(
-    "method", "exl2 gguf aqlm hqq nvfp4 mxfp4 marlin_24 sparse llm-awq squeezellm gptq_marlin GPTQ".split()
+    "method", "exl2 gguf aqlm hqq nvfp4 marlin_24 sparse llm-awq squeezellm gptq_marlin GPTQ".split()
 )
 def test_quantization_methods_of_other_servers_are_refused_with_advice(reads: str, method: str) -> None:
     advice = "Serve a GPTQ, AWQ, compressed-tensors, fp8 or bitsandbytes checkpoint of the model, or the "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tgis.router.chat.answers.messages import MessageParser
 from tgis.router.chat.answers.parser import AnswerParser
 from tgis.router.chat.answers.pieces import CallArguments, CallBegin, ContentText, Piece, ReasoningText
 
@@ -39,7 +40,7 @@ def join(pieces: Iterable[Piece]) -> list[Piece]:
     return joined
 
 
-def parse(parser: AnswerParser, parts: Iterable[str]) -> list[Piece]:
+def parse(parser: AnswerParser | MessageParser, parts: Iterable[str]) -> list[Piece]:
     pieces = [piece for part in parts for piece in parser.push(part)]
     return join([*pieces, *parser.flush()])
 

@@ -19,7 +19,7 @@ CACHE_TYPES = {
 # Schemes, then names of formats. The names that begin with bitsandbytes, and fp8, are both.
 QUANTIZATIONS = (
     *("int8", "int4", "eetq", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "fp8"),
-    *("gptq", "marlin", "awq", "compressed-tensors"),
+    *("gptq", "marlin", "awq", "compressed-tensors", "mxfp4"),
 )
 OTHER_QUANTIZATIONS = (
     "Serve a GPTQ, AWQ, compressed-tensors, fp8 or bitsandbytes checkpoint of the model, or the unquantized "
@@ -71,7 +71,7 @@ class ModelOptions:
         "bitsandbytes-nf4, bitsandbytes-fp4 and fp8 quantize only weights, int4 also those of head and "
         "embedding. CPUs keep quantized weights as codes, except for fp8; for fp8, and for all schemes on "
         "GPUs, they are kept as --dtype. A quantized checkpoint needs no value; if gptq, marlin, awq, "
-        "compressed-tensors, fp8 or bitsandbytes is given for one, it must match the checkpoint.",
+        "compressed-tensors, fp8, bitsandbytes or mxfp4 is given for one, it must match the checkpoint.",
         None,
         choices=QUANTIZATIONS,
         advice=OTHER_QUANTIZATIONS,
@@ -79,7 +79,8 @@ class ModelOptions:
     no_quantize_check: bool = option(
         "Do not compare a model that --quantize rounds with its unrounded weights, on a short text, when it "
         "starts. The comparison takes about 3 s for a billion weights and logs a warning if the model loses "
-        "more than is usual; it is left out if the checkpoint does not fit free memory.",
+        "more than is usual; it is left out if the checkpoint does not fit free memory. Activations that are "
+        "rounded to 8 bits are smoothed by the same text, with or without the comparison.",
         False,
     )
     rope_scaling: str | None = option(

@@ -212,6 +212,10 @@ class Sequence:
     num_to_encode: int = 0
     """Number of encoder tokens that the step which opens the row computes. It is 0 once that step is
     answered, or if the cross blocks were cached."""
+    state_slot: int | None = None
+    """Slot of the state, if the sequence is running and the model keeps one."""
+    state_source: int | None = None
+    """Slot with the state before the first token that the sequence computes; None: no token precedes it."""
     is_long: bool = False
     """True if the row uses the long rotary frequencies, because the short ones cover too few tokens."""
     num_published: int = 0

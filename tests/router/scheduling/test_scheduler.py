@@ -25,6 +25,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.prefix_cache import decoder_root
 from tgis.router.scheduling.scheduler import Scheduler
+from tgis.router.scheduling.state_pool import StatePool, choose_interval
 from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step
 from tgis.router.sequence import (
     AdapterInfo,
@@ -41,6 +42,7 @@ from tgis.router.shards.codec import decode_answer, encode_step
 BATCHES = 40  # of random workloads, one test each
 QUICK_BATCHES = 8  # batches in `make test`
 WORKLOADS = 50  # per batch
+STATE_BATCHES, STATE_WORKLOADS = 4, 40  # of models that keep a state
 DECODER_START, PAD = 1, 0
 
 
@@ -98,12 +100,16 @@ class LuckyProposer:
 class Workload:
     """Drive a scheduler as the engine does, with random events from one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, keeps_state: bool = False) -> None:
         self.random = r = random.Random(seed)
+        self.keeps_state = keeps_state
+        self.num_states = random.Random(seed).randint(1, 16) if keeps_state else 0
         self.vocab_size = r.choice([2, 3, 50])
         self.block_size = r.choice([1, 2, 4, 8])
-        self.has_encoder = r.random() < 0.4
+        self.has_encoder = r.random() < 0.4 and not keeps_state
         self.pool_blocks = r.randint(6 if self.has_encoder else 10, 40)
+        if keeps_state:  # few blocks, so that sequences are preempted although slots limit their number
+            self.pool_blocks = min(self.pool_blocks, 15)
         self.switch_len = r.choice([0, 0, r.randint(1, 6 if self.has_encoder else 25)])
         self.refuses = r.random() < 0.3
         max_sequences = r.randint(1, 8)
@@ -134,13 +140,16 @@ class Workload:
         self.todo = self._with_siblings(random.Random(seed + (1 << 32)))
 
     def _proposer(self, r: random.Random) -> LuckyProposer | None:
-        return LuckyProposer(self, r) if r.random() < 0.7 else None
+        return LuckyProposer(self, r) if r.random() < 0.7 and not self.keeps_state else None
 
     def _pool(self) -> BlockPool:
-        return BlockPool(self.pool_blocks, self.block_size)
+        interval = self.block_size * random.Random(self.pool_blocks).randint(1, 6)
+        states = StatePool(self.num_states, interval) if self.keeps_state else None
+        return BlockPool(self.pool_blocks, self.block_size, states=states)
 
     def _shard(self) -> ModelOfShard:
-        shard = ModelOfShard(self.pool_blocks, self.block_size, self.vocab_size, self.switch_len)
+        sizes = self.pool_blocks, self.block_size, self.vocab_size, self.switch_len, self.num_states
+        shard = ModelOfShard(*sizes)
         if self.refuses:
             shard.refuses = is_refused
         if self.proposer is not None:
@@ -238,7 +247,10 @@ class Workload:
         if self.reserves and not self.num_losses:  # after a loss, suspects run alone
             assert self.scheduler.num_preemptions == 0
         assert self.scheduler.pool.num_used == 0
-        counts = self.scheduler.pool.resource_count, self.scheduler.rows.resource_count
+        counts = [self.scheduler.pool.resource_count, self.scheduler.rows.resource_count]
+        if (states := self.scheduler.pool.states) is not None:
+            assert states.num_used == 0
+            counts.append(states.resource_count)
         assert all(count.is_balanced for count in counts)
         assert not self.scheduler.running
         assert not self.scheduler.waiting
@@ -413,6 +425,10 @@ class Workload:
         assert len(holders) == pool.num_used
         assert len(holders) + pool.num_free == pool.num_blocks
         assert len(holders) == pool.resource_count.created - pool.resource_count.released
+        if pool.states is not None:
+            slots = [sequence.state_slot for sequence in self.scheduler.running]
+            slots += [work.state_save for step in owed for work in step.work if work.state_save is not None]
+            assert len(set(slots)) == len(slots) == pool.states.num_used
         rows = [sequence.row for sequence in self.scheduler.running]
         assert len(set(rows)) == len(rows) == row_counts.created - row_counts.released
 
@@ -427,6 +443,44 @@ class Workload:
 def test_outcomes_never_depend_on_scheduling(batch: int) -> None:
     for seed in range(batch * WORKLOADS, (batch + 1) * WORKLOADS):
         Workload(seed).run()
+
+
+@pytest.mark.parametrize("batch", range(STATE_BATCHES))
+def test_outcomes_never_depend_on_snapshots(batch: int) -> None:
+    """Every row must begin with the state of its prefix, whatever was evicted, preempted or lost."""
+    met: Counter[str] = Counter()
+    for seed in range(batch * STATE_WORKLOADS, (batch + 1) * STATE_WORKLOADS):
+        workload = Workload(seed, keeps_state=True)
+        workload.run()
+        met["resumed"] += workload.shard.num_resumed
+        met["preempted"] += workload.scheduler.num_preemptions
+        met["deferred"] += workload.scheduler.num_deferred
+        met["lost"] += workload.num_losses
+        met["stopped"] += bool(workload.cancel)
+    assert len(met) == 5
+    assert min(met.values()) > 3, met
+
+
+def test_an_interval_lets_the_snapshots_of_four_long_sequences_fit() -> None:
+    assert choose_interval(1000, 4096, 16) == 256
+    assert choose_interval(32, 4096, 16) == 512
+    assert choose_interval(1, 100, 16) == 400
+
+
+def test_a_prefix_is_cut_back_to_its_last_snapshot() -> None:
+    """Also while its blocks are cached, and down to nothing if it has no snapshot."""
+    pool = BlockPool(40, 4, states=StatePool(3, 16))
+    scheduler = Scheduler(pool, max_sequences=2)
+    starts = []
+    for length in (30, 30, 23, 13):
+        scheduler.add(sequence := Sequence([1] * length, Stopping(max_new_tokens=1)))
+        spans = []
+        while (step := scheduler.next_step(100)) is not None:
+            spans += [(work.start, work.end) for work in step.work]
+            scheduler.apply_answer(step)
+        starts.append(spans)
+        scheduler.finish(sequence)
+    assert starts == [[(0, 16), (16, 28), (28, 30)], [(28, 30)], [(16, 20), (20, 23)], [(0, 12), (12, 13)]]
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from tgis.shard.kernels.portable import ops as portable
 from tgis.shard.kernels.portable import ops as portable_ops
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
+from tgis.shard.layers.activation import CLAMPED_SWIGLU
 from tgis.shard.layers.lora import AdapterSet, Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm
 from tgis.shard.memory.host_limits import HostMemory
@@ -111,7 +112,8 @@ def test_norms(has_delta: bool) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_activations(name: str) -> None:
     x = torch.randn(5, 48) * 4
-    assert_near(KERNELS.multiply_gated(x, name), CPU_KERNELS.multiply_gated(x, name))
+    for gated in (name, CLAMPED_SWIGLU):
+        assert_near(KERNELS.multiply_gated(x, gated), CPU_KERNELS.multiply_gated(x, gated))
     mine = x.clone()
     assert KERNELS.activate(mine, name) is mine
     assert_near(mine, CPU_KERNELS.activate(x, name))

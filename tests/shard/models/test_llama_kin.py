@@ -33,7 +33,10 @@ MODEL_TYPES: dict[str, Config] = {
     "qwen3": {},
     "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 768},
     "granite": {},
+    "granite_swa": {},
     "granitemoe": EXPERTS,
+    "granitemoe_swa": EXPERTS,
+    "gpt_oss": EXPERTS,
     "gemma": {},
     "gemma2": {},
     "gemma3_text": {},
@@ -275,6 +278,32 @@ PUBLISHED: dict[str, Config] = {
         "residual_multiplier": 0.22,
         "rope_theta": 10000000.0,
     },
+    "gpt_oss_20b": {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+    },
+    "granite_swa_bases": {"model_type": "granite_swa", "layer_rope_theta": [0, 1e4, 1e4, 1e4, 0, 5e3, 5e3]},
 }
 
 
@@ -297,6 +326,24 @@ def test_configurations_of_any_age(name: str) -> None:
 
 KINDS = ["chunked_attention", "full_attention"]
 REFUSED: dict[str, Config] = {
+    "swiglu_limit 5.0 of the configuration is not supported": {
+        "model_type": "gpt_oss",
+        **EXPERTS,
+        "swiglu_limit": 5.0,
+    },
+    "layer_rope_theta [0, 10000.0] of the configuration is not 7 numbers, 0 or above 1": {
+        "model_type": "granite_swa",
+        "layer_rope_theta": [0, 1e4],
+    },
+    "layer_rope_theta 10000.0 of the configuration is not 7 numbers, 0 or above 1": {
+        "model_type": "granite_swa",
+        "layer_rope_theta": 1e4,
+    },
+    "shared_intermediate_size 64 of the configuration is not supported": {
+        "model_type": "granitemoe_swa",
+        **EXPERTS,
+        "shared_intermediate_size": 64,
+    },
     f"layer types {KINDS} are not supported, expected 7 of full_attention or sliding_attention": {
         "model_type": "qwen2",
         "layer_types": KINDS,

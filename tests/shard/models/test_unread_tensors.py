@@ -164,8 +164,9 @@ def fewer_layers(family: str, config: dict[str, Any]) -> tuple[dict[str, Any], i
     key = next(key for key in keys if key in text)
     last = text[key] - 1
     changed = {**text, key: last}
-    if text.get("layer_types") is not None:
-        changed["layer_types"] = text["layer_types"][:last]
+    for per_layer in ("layer_types", "layer_rope_theta"):
+        if text.get(per_layer) is not None:
+            changed[per_layer] = text[per_layer][:last]
     return ({**config, "text_config": changed} if "text_config" in config else changed), last
 
 
@@ -199,7 +200,7 @@ def test_a_layer_of_the_encoder(family: str, key: str, written: Written, tmp_pat
     )
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe", "gpt_oss"])
 def test_an_expert_that_the_configuration_leaves_out(family: str, written: Written, tmp_path: Path) -> None:
     """The router is cut as well, so that its shape does not reveal the expert."""
     source = written.find(family)
@@ -207,12 +208,13 @@ def test_an_expert_that_the_configuration_leaves_out(family: str, written: Writt
     routers = {
         name: tensor[:last].clone()
         for name, tensor in stored(source).items()
-        if name.endswith((".gate.weight", "router.layer.weight"))
+        if name.endswith((".gate.weight", "router.layer.weight", "router.weight", "router.bias"))
     }
     assert routers
     copy(source, tmp_path, routers, num_local_experts=last)
-    if family == "granitemoe":  # which has all experts of a layer in one tensor
-        names = [f"{name}[{last}]" for name in stored(source) if name.endswith("put_linear.weight")]
+    if family in ("granitemoe", "gpt_oss"):  # which have all experts of a layer in one tensor
+        fused = ("put_linear.weight", "_proj", "_proj_bias")
+        names = [f"{name}[{last}]" for name in stored(source) if name.endswith(fused)]
     else:
         names = [name for name in stored(source) if f".experts.{last}." in name]
     assert refusal(lambda: load(tmp_path)).startswith(said(tmp_path, len(names), min(names)))

@@ -23,7 +23,7 @@ from tgis.shard.quant.registry import FORMATS, METHODS_OF, SCHEMES, find_format,
 from tgis.shard.startup.load import load
 
 NOT_SERVED = (
-    "exl2 gguf aqlm quip hqq vptq bitnet quanto torchao higgs spqr qqq mxfp4 nvfp4 modelopt eetq fp_quant "
+    "exl2 gguf aqlm quip hqq vptq bitnet quanto torchao higgs spqr qqq nvfp4 modelopt eetq fp_quant "
     "auto-round quark squeezellm something-new"
 ).split()
 OTHER_FORMS: dict[str, dict[str, Any]] = {

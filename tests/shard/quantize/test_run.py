@@ -46,9 +46,10 @@ QUICK = {"llama_biases", "gpt2", "gpt_neox", "granitemoe"}
 # Heads of 12 channels, whose 4-bit codes do not fill words.
 NARROW = {"gemma", "gemma3_capped_shared_kv_head", "mixtral_tied_window"}
 # Parts of the names of matrices that are not quantized.
-KEPT = "embed head router .gate. expert_gate wte wpe project_ vision multi_modal".split()
-# Llama 4 stores its experts as parameters without linear layers.
-DECODERS = [name for name in CASES if family_of(name) not in ("t5", "bart", "llama4")]
+KEPT = "embed head router .gate. expert_gate conv1d wte wpe project_ vision multi_modal".split()
+# Their experts are parameters, which formats cannot name.
+REFUSED = ("gpt_oss", "granitemoe_swa", "llama4")
+DECODERS = [name for name in CASES if family_of(name) not in ("t5", "bart", *REFUSED)]
 TEXT = draw_ids(600, 3, 40)
 LENGTH = 24
 AGAIN = "this model is already quantized; use the original model"
@@ -494,6 +495,13 @@ def test_an_encoder_decoder_needs_another_method(tmp_path: Path) -> None:
     text = "^GPTQ supports only decoder-only models; use --method int8 or fp8$"
     with pytest.raises(QuantizeError, match=text):
         quantize(tmp_path, tmp_path / "x", LITTLE, None)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_experts_that_are_parameters_are_refused(case: str, tmp_path: Path) -> None:
+    write_model(tmp_path, CASES[case]())
+    with pytest.raises(QuantizeError, match=r"experts\.\w+_proj\.0 is a parameter and not a layer"):
+        make_plan(tmp_path, LITTLE)
 
 
 def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_a_row_opens_with_the_values_of_its_message() -> None:
         "limit": 8,
         "num_blocks": 0,
         "encoder_len": 6,
+        "state_slot": 0,
         "logprobs": True,
         "ranks": False,
         "top_n": 4,

@@ -149,7 +149,8 @@ def size_cache(
     """Return the runner, and the number of blocks of every runner that was made."""
     made: list[int] = []
 
-    def make_runner(num_blocks: int) -> Runner:
+    def make_runner(num_blocks: int, num_states: int) -> Runner:
+        assert num_states == 0
         made.append(num_blocks)
         return Runner(device, costs, num_blocks)
 

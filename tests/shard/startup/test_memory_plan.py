@@ -1,5 +1,6 @@
 """Check the size of the cache, and the arithmetic in a refusal."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -19,6 +20,7 @@ from tgis.shard.startup.memory_plan import (
     check_budget,
     check_fit,
     count_blocks,
+    count_states,
     plan_blocks,
 )
 
@@ -142,3 +144,22 @@ def test_the_largest_step_must_fit() -> None:
         "the model does not fit: in addition to its weights the largest step takes 2.00 GiB, but only "
         "2.00 GiB of memory are free; reduce --max-step-tokens or --max-batch-size"
     )
+
+
+def test_states_take_half_of_the_cache_or_what_the_blocks_leave() -> None:
+    demand = Demand(16, 100, 4, None, state_bytes=5)
+    assert [count_states(demand, 10, share) for share in (9, 10, 60, 10**6)] == [0, 1, 6, 8]
+    assert [count_blocks(demand, 10, share) for share in (60, 100, 400)] == [3, 6, 28]
+    few_blocks = replace(demand, kv_cache_tokens=32)
+    assert count_states(few_blocks, 10, 50) == 6
+    assert count_blocks(few_blocks, 10, 50) == 2
+    assert count_states(Demand(16, 100, 4, None), 10, 10**6) == 0
+
+
+def test_a_cache_without_room_for_a_state_is_refused() -> None:
+    demand = Demand(16, 100, 4, None, state_bytes=4 * MIB)
+    check_blocks(demand, 7, MIB, MemoryBudget(32 * MIB, 0, 1))
+    with pytest.raises(
+        CacheTooSmallError, match=r"takes 4\.00 MiB, .* half of 8 MiB \(a quarter of 31 MiB\)"
+    ):
+        check_blocks(demand, 7, MIB, MemoryBudget(31 * MIB, 0, 1))

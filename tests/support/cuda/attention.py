@@ -81,7 +81,7 @@ class CudaScene(Scene):
 
     def check_scoring(self, scoring: Scoring) -> None:
         """Check that every head has its slope and biases, so that no kernel reads beyond them."""
-        for of_heads in (scoring.slopes, scoring.bias):
+        for of_heads in (scoring.slopes, scoring.bias, scoring.sinks):
             assert of_heads is None or len(of_heads) == self.shape.num_heads
 
     def check_near(self, actual: Tensor, expected: Tensor) -> None:

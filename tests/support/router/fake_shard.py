@@ -80,7 +80,8 @@ class FakeShard(ShardServiceServicer):
 
     def _model(self) -> ModelOfShard:
         info = self.info
-        return ModelOfShard(info.num_blocks, info.block_size, info.vocab_size, info.rope_switch_len)
+        sizes = info.num_blocks, info.block_size, info.vocab_size, info.rope_switch_len, info.num_states
+        return ModelOfShard(*sizes)
 
     def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
         assert self.rank == 0, "one rank finds"

@@ -80,6 +80,7 @@ class Row:
     is_long: bool
     digests: str
     sampling_seed: int
+    state_slot: int
     block_table: list[int] = field(default_factory=list)
     ended: bool = False
     is_refused: bool = False
@@ -90,9 +91,15 @@ class Row:
 
 
 class ModelOfShard:
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, switch_len: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, vocab_size: int, switch_len: int = 0, num_states: int = 0
+    ) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
-        self.switch_len = switch_len
+        self.switch_len, self.num_states = switch_len, num_states
+        self.states: dict[int, int] = {}
+        """Number of the prefix whose state is in a slot."""
+        self.num_resumed = 0
+        """Number of rows that continued from a snapshot."""
         self.rows: dict[int, Row] = {}
         self.cache: dict[tuple[int, int], object] = {}
         self.num_holders: Counter[int] = Counter()
@@ -152,6 +159,7 @@ class ModelOfShard:
             else:
                 assert not drafts
         assert next(new_blocks, None) is next(draft_ids, None) is None
+        self._save_states(request)
         rows, tokens, ended, proposed = zip(*sampled, strict=True) if sampled else ((), (), (), ())
         counts = list(map(len, tokens))
         response = pb.StepResponse(
@@ -219,7 +227,10 @@ class ModelOfShard:
             0 < self.switch_len < len(token_ids),
             join_digests(message.adapter_digest, message.prompt_digest),
             message.sampling.seed if self.uses_seeds and not message.sampling.greedy else 0,
+            message.state_slot,
         )
+        if self.num_states:
+            self._open_state(row, message.state_source)
         self.num_long += row.is_long
         self.num_holders.update(row.cross_blocks)
         assert len(row.cross_blocks) == -(-len(row.encoder_ids) // self.block_size)
@@ -228,6 +239,22 @@ class ModelOfShard:
         elif row.encoder_ids and not message.is_encoded:
             self._encode(row)
         return not row.ended
+
+    def _open_state(self, row: Row, source: int) -> None:
+        slots = [other.state_slot for other in self.rows.values()]
+        assert slots.count(row.state_slot) == 1, "every row has a slot of its own"
+        assert 0 <= row.state_slot < self.num_states
+        self.states[row.state_slot] = row.context if source == -1 else self.states[source]
+        self.num_resumed += source != -1
+
+    def _save_states(self, request: pb.StepRequest) -> None:
+        saves = integers(request.state_saves)
+        assert self.num_states or not saves
+        for number, slot in zip(integers(request.rows), saves, strict=False):
+            if slot != -1:
+                assert slot not in [row.state_slot for row in self.rows.values()], "no sequence has the slot"
+                assert 0 <= slot < self.num_states
+                self.states[slot] = self.states[self.rows[number].state_slot]
 
     def _encode(self, row: Row) -> None:
         self.num_encoded += len(row.encoder_ids)
@@ -248,11 +275,14 @@ class ModelOfShard:
             )
         prefix = row.context
         for position, token in enumerate([*row.token_ids, *drafts][:end]):
+            if self.num_states and position == start:
+                assert self.states[row.state_slot] == prefix, "the state is of another prefix"
             prefix = zlib.crc32(array("q", [prefix, token]).tobytes())
             if position >= start:
                 self._write(row.block_table, position, prefix)
             result = self._read(row.block_table, position)
             assert result == prefix, "a cached token is of another prefix"
+        self.states[row.state_slot] = prefix
 
     def _read(self, blocks: list[int], position: int) -> object:
         return self.cache.get((blocks[position // self.block_size], position % self.block_size))

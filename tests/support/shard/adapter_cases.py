@@ -17,6 +17,7 @@ ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
 ROUTERS = {"llama4": ["router"], "llama4_text": ["router"]}
 # Parameters that "all-linear" omits although they are linear layers.
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "router.weight"]
+FUSED = ("granitemoe", "granitemoe_swa", "gpt_oss")
 
 
 class AdapterCase:
@@ -55,7 +56,7 @@ def choose_whole(model: Any) -> dict[str, Any]:
     names = [name for name in list_targets(model) if name not in routers]
     if model.config.is_encoder_decoder:
         names = [name for name in names if name not in ("shared", "embed_tokens")]
-    if model.config.model_type == "granitemoe":
+    if model.config.model_type in FUSED:
         return {"r": 3, "target_modules": names, "target_parameters": EXPERTS, "lora_alpha": 5}
     patterns = {"rank_pattern": {names[0]: 6, rf".*\.1\..*{names[-1]}": 2}, "alpha_pattern": {names[-1]: 20}}
     return {"r": 3, "target_modules": names, "use_rslora": True, **patterns}

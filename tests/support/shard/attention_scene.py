@@ -82,7 +82,11 @@ class Scene:
                 torch.arange(end)[None, :] // scoring.chunk
                 != torch.arange(start, end)[:, None] // scoring.chunk
             )
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if scoring.sinks is not None:  # one more key, whose value is zero
+            sinks = scoring.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores, v = torch.cat((scores, sinks), -1), torch.cat((v, torch.zeros_like(v[:1])))
+        weights = scores.softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v)
 
 
@@ -127,6 +131,8 @@ SCORINGS = {
     "soft_cap": {"soft_cap": 2.0},
     "slopes": {"slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
     "bias": {"bias": torch.linspace(-2, 2, 4 * 41).view(4, 41)},
+    "sinks": {"sinks": torch.tensor([3.0, -3.0, 100.0, -100.0])},
+    "window_and_sinks": {"window": 7, "sinks": torch.tensor([0.5, 1.0, -1.0, 0.0])},
     "not_causal": {"causal": False},
     "not_causal_bias": {"causal": False, "bias": torch.linspace(2, -2, 4 * 11).view(4, 11)},
     "all": {
@@ -134,6 +140,7 @@ SCORINGS = {
         "soft_cap": 5.0,
         "slopes": torch.tensor([0.02, 0.01, 0.3, 0.1]),
         "bias": torch.linspace(-1, 1, 4 * 5).view(4, 5),
+        "sinks": torch.tensor([1.0, 2.0, -1.0, 0.0]),
     },
 }
 

@@ -69,7 +69,7 @@ def randomise(model: nn.Module) -> None:
     """Randomize initial values: norms around one, all others around zero."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name or "ln_" in name else 0.0
+            centre = 1.0 if "norm" in name or "ln_" in name or name.endswith((".D", ".A_log")) else 0.0
             parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

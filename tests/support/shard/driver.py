@@ -67,6 +67,7 @@ def opening(request: Request) -> pb.OpenRow:
         **request.details,
     )
     message.encoder_token_ids = pack(request.encoder_token_ids)
+    message.state_slot, message.state_source = request.row, -1
     message.cross_blocks = pack(request.cross_blocks)
     message.is_encoded = request.is_encoded
     message.prompt_digest, message.adapter_digest = request.prompt_digest, request.adapter_digest

@@ -16,6 +16,7 @@ from jinja2.exceptions import SecurityError
 from tgis.process.worker import answer_requests
 from tgis.router.chat.continuation import Continuation, NoContinuationError
 from tgis.router.chat.environment import RefusedChatError, make_environment
+from tgis.router.chat.formats.harmony import CHANNEL
 from tgis.router.chat.limits import CPU_LIMIT_S, MEMORY_BYTES, OUT_OF_MEMORY
 from tgis.router.chat.template_syntax import takes_content_parts
 
@@ -72,7 +73,8 @@ def _check(text: str) -> dict[str, object]:
 
 
 def _render(request: dict[str, Any]) -> str:
-    messages = [_with_reasoning(message) for message in request["messages"]]
+    is_channel = CHANNEL in request["template"]
+    messages = [_with_reasoning(message, is_channel) for message in request["messages"]]
     continuation = Continuation() if request["continue_final_message"] else None
     if continuation is not None:
         continuation.mark(messages)
@@ -87,11 +89,16 @@ def _compile(text: str) -> Template:
     return _environment.from_string(text)
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message without null fields, and with its reasoning under both names that templates use."""
+def _with_reasoning(message: dict[str, Any], is_channel: bool) -> dict[str, Any]:
+    """Return the message without null fields, and with its reasoning under both names that templates use.
+    With messages in channels, templates refuse `thinking` beside content and calls."""
     present = {name: value for name, value in message.items() if value is not None}
     texts = [present[name] for name in REASONING if name in present]
-    return {"thinking": texts[0]} | present | {"reasoning_content": texts[0]} if texts else present
+    if not texts:
+        return present
+    is_refused = is_channel and present.get("content") and present.get("tool_calls")
+    thinking = {} if is_refused else {"thinking": texts[0]}
+    return thinking | present | {"reasoning_content": texts[0]}
 
 
 def _render_template(template: Template, variables: dict[str, Any], max_bytes: int) -> str:

@@ -305,7 +305,7 @@ class Engine:
         for live in list(self._live.values()):
             if not self._has_adapters(live.sequence):
                 self._fail(live, lost_adapter(live.sequence.request_id))
-        self.scheduler.pool = self.scheduler.pool.renew(info.num_blocks, info.block_size)
+        self.scheduler.pool = self.scheduler.pool.renew(info.num_blocks, info.block_size, info.num_states)
         self._token_timeouts.resume(self._live.values())
         logger.info("the shards are back; requests resumed: %d", len(self._live))
 

@@ -17,6 +17,7 @@ from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
+from tgis.router.scheduling.state_pool import StatePool, choose_interval
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.shards.client import ShardClient
 from tgis.router.shards.link import open_link
@@ -57,11 +58,11 @@ class LocalEngine:
         budget = TokenBudget(config.max_step_tokens, config.decode_step_ms / 1000)
         self._engine = Engine(
             self._adapters.residency,
-            BlockPool(info.num_blocks, info.block_size),
+            _open_pool(config, info),
             metrics,
             max_batch_size=config.max_batch_size,
             rope_switch_len=info.rope_switch_len,
-            proposer=PromptLookup(config.speculate, budget.predict) if config.speculate else None,
+            proposer=_open_proposer(config, info, budget),
             reserves_output=config.reserve_output,
             budget=budget,
             steps_in_flight=config.steps_in_flight,
@@ -102,6 +103,29 @@ class LocalEngine:
         if self._kv_events is not None:
             self._kv_events.close()
         await self._shards.close()
+
+
+def _open_pool(config: RouterConfig, info: shard_pb2.InfoResponse) -> BlockPool:
+    states = None
+    if info.num_states:
+        assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
+        interval = choose_interval(info.num_states, config.max_sequence_length, info.block_size)
+        states = StatePool(info.num_states, interval)
+        logger.info(
+            "%d slots for states of sequences, with snapshots every %d tokens", info.num_states, interval
+        )
+    return BlockPool(info.num_blocks, info.block_size, states=states)
+
+
+def _open_proposer(
+    config: RouterConfig, info: shard_pb2.InfoResponse, budget: TokenBudget
+) -> PromptLookup | None:
+    if not config.speculate:
+        return None
+    if info.num_states:
+        logger.warning("--speculate has no effect: the model keeps a state, which drafts cannot roll back")
+        return None
+    return PromptLookup(config.speculate, budget.predict)
 
 
 def _open_kv_events(config: RouterConfig) -> "KvEvents | None":

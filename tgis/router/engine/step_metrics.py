@@ -7,6 +7,7 @@ from collections import deque
 from tgis.router.metrics.metrics import MAKEUP, Metrics
 from tgis.router.metrics.token_rate import TokenRate
 from tgis.router.scheduling.scheduler import Scheduler
+from tgis.router.scheduling.state_pool import StatePool
 from tgis.router.scheduling.step import Step
 from tgis.router.shards.codec import StepAnswer
 
@@ -91,6 +92,16 @@ def _follow_scheduler(scheduler: Scheduler, metrics: Metrics) -> None:
     metrics.accepted_drafts.follow(lambda: scheduler.num_accepted_drafts)
     metrics.follow_resource("block", scheduler.pool.resource_count)
     metrics.follow_resource("row", scheduler.rows.resource_count)
+    if (states := scheduler.pool.states) is not None:
+        metrics.follow_resource("state", states.resource_count)
+        metrics.state_usage.follow(lambda: _states(scheduler).num_used / _states(scheduler).num_slots)
+        metrics.state_snapshots.follow(lambda: _states(scheduler).num_snapshots)
+
+
+def _states(scheduler: Scheduler) -> StatePool:
+    states = scheduler.pool.states
+    assert states is not None, "a renewed pool has states if the first one has"
+    return states
 
 
 def _hit_rate(scheduler: Scheduler) -> float:

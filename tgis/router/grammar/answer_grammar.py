@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from tgis.router.grammar.answer_rules import AnswerRules, CallRule, CallRules, Mark, ReasoningRule
 from tgis.router.grammar.conversion import HEADER
 from tgis.router.grammar.json_schema.reading import read_schema
+from tgis.router.grammar.message_grammar import write_message_grammar
 
 ANYTHING = "(?s:.*)"
 BLANKS = r"[ \t\r\n]{0,8}"
@@ -23,7 +24,11 @@ def write_answer_grammar(rules: AnswerRules, text_grammar: str | None, number: C
     """Return the grammar of an answer. Its text, apart from reasoning and calls, follows `text_grammar`, or
     is free if that is None. `number` maps the token ids of marks to ids in the grammar. Raises
     InvalidGrammarError if a schema in the rules cannot be parsed."""
-    grammar = _AnswerGrammar(rules, text_grammar is not None, number).write()
+    has_text_grammar = text_grammar is not None
+    if rules.messages is not None:
+        grammar = write_message_grammar(rules, rules.messages, has_text_grammar, number)
+    else:
+        grammar = _AnswerGrammar(rules, has_text_grammar, number).write()
     if text_grammar is None:
         return grammar
     parts = {"answer": grammar, "text": text_grammar}

@@ -1,7 +1,7 @@
 """Rules for whole answers: reasoning with a limit, tool calls, and the constraint on the rest."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 FREE = "free"
 """Kind of a constraint that allows any text."""
@@ -65,6 +65,26 @@ class CallRules:
 
 
 @dataclass(frozen=True)
+class MessageRules:
+    """Messages in channels, of which the answer consists. Reasoning and calls are messages."""
+
+    start: Mark
+    channel: Mark
+    constrain: Mark
+    message: Mark
+    end: Mark
+    role: str
+    reasoning_channel: str
+    calls_channel: str
+    """Also of comments for the user."""
+    content_channel: str
+    opened: Literal["header", "reasoning", "content"] = "header"
+    """Part of a message to which the end of the prompt belongs."""
+
+
+@dataclass(frozen=True)
 class AnswerRules:
     reasoning: ReasoningRule | None = None
     calls: CallRules | None = None
+    messages: MessageRules | None = None
+    """None if the answer is a text."""

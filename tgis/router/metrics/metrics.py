@@ -310,6 +310,13 @@ class Metrics(SeriesRegistry):
             "tgi_prefix_cache_hit_ratio",
             "Fraction of all tokens looked up in the prefix cache that were found",
         )
+        self.state_usage = self._gauge(
+            "tgi_state_usage_ratio",
+            "Fraction of the slots for states that sequences use; 0 if the model keeps no state",
+        )
+        self.state_snapshots = self._gauge(
+            "tgi_state_snapshots", "Snapshots of states, from which inputs with the same prefix continue"
+        )
         self.preemptions = self._counter(
             "tgi_preemptions", "Inputs put back into the queue for lack of cache blocks"
         )

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Protocol
 
 from tgis.router.metrics.resource_counts import ResourceCount
+from tgis.router.scheduling.state_pool import StatePool
 
 Edge = tuple[Hashable, tuple[int, ...]]
 """Prefix, and the tokens of one block after it."""
@@ -31,11 +32,19 @@ class BlockPool:
     than its size; a look-up finds it only as the end of exactly those tokens. A freed block can be found
     until it is reused. Blocks that cannot be found are reused first, then the oldest."""
 
-    def __init__(self, num_blocks: int, block_size: int, resource_count: ResourceCount | None = None) -> None:
-        """Create an empty pool. `resource_count` counts the blocks with references."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        resource_count: ResourceCount | None = None,
+        states: StatePool | None = None,
+    ) -> None:
+        """Create an empty pool. `resource_count` counts the blocks with references. `states` has the slots of
+        a model that keeps a state in addition to the blocks."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.resource_count = resource_count or ResourceCount()
+        self.states = states
         self._num_references = [0] * num_blocks
         # The front is reused first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -68,6 +77,11 @@ class BlockPool:
             prefix, block = child
             blocks.append(block)
         return blocks, prefix
+
+    def prefix_before(self, block: int) -> Hashable:
+        """Return the prefix before a published block."""
+        prefix, _ = self._edges[block]
+        return prefix
 
     def allocate(self, cached: list[int], num_new: int) -> list[int] | None:
         """Take references to cached and fresh blocks. Return None and change nothing if they do not fit."""
@@ -103,10 +117,12 @@ class BlockPool:
                 if block not in self._edges:  # no look-up can find it
                     self._free.move_to_end(block, last=False)
 
-    def renew(self, num_blocks: int, block_size: int) -> "BlockPool":
-        """Return an empty pool for restarted shards. This pool must not be used afterwards."""
+    def renew(self, num_blocks: int, block_size: int, num_states: int | None = None) -> "BlockPool":
+        """Return an empty pool for restarted shards, with the same number of states unless another is given.
+        This pool must not be used afterwards."""
         self.resource_count.released += self.num_used
-        pool = BlockPool(num_blocks, block_size, self.resource_count)
+        states = None if self.states is None else self.states.renew(num_states)
+        pool = BlockPool(num_blocks, block_size, self.resource_count, states)
         pool.listener = self.listener
         if pool.listener is not None:
             pool.listener.clear()
@@ -120,6 +136,8 @@ class BlockPool:
         """Forget all prefixes, so that no look-up finds a block. References to blocks stay valid."""
         self._children.clear()
         self._edges.clear()
+        if self.states is not None:
+            self.states.forget_all()
         if self.listener is not None:
             self.listener.clear()
 
@@ -128,6 +146,8 @@ class BlockPool:
         edge = self._edges.pop(block, None)
         if edge is not None:
             name, _ = self._children.pop(edge)
+            if self.states is not None:
+                self.states.forget(name)
             if self.listener is not None:
                 self.listener.remove(name)
         self._num_references[block] = 1

@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.state_pool import StatePool
 from tgis.router.sequence import CacheSalt, Sequence
 
 
@@ -20,6 +21,8 @@ class Cached:
     """Blocks of the whole encoder output, or none, because every position depends on the whole input."""
     num_to_encode: int
     """Number of encoder tokens to compute: all or none."""
+    state_source: int | None = None
+    """Slot with the state after the cached blocks, if there are blocks and the model keeps a state."""
 
 
 def find_cached(pool: BlockPool, sequence: Sequence) -> Cached:
@@ -30,11 +33,20 @@ def find_cached(pool: BlockPool, sequence: Sequence) -> Cached:
     if not sequence.inputs_reported:
         usable = min(usable, max(sequence.num_inputs_reported - 1, 0))
     blocks, prefix = pool.match(decoder_root(sequence), sequence.token_ids[:usable])
+    if pool.states is not None:
+        return _cut_to_snapshot(pool, pool.states, blocks, prefix)
     num_inputs = len(sequence.encoder_token_ids)
     cross_blocks, _ = pool.match(encoder_root(sequence), sequence.encoder_token_ids)
     if len(cross_blocks) < pool.blocks_for(num_inputs):
         return Cached(blocks, prefix, [], num_inputs)
     return Cached(blocks, prefix, cross_blocks, 0)
+
+
+def _cut_to_snapshot(pool: BlockPool, states: StatePool, blocks: list[int], prefix: Hashable) -> Cached:
+    """Return the longest of these blocks' prefixes after which there is a snapshot of the state."""
+    while blocks and prefix not in states:
+        prefix = pool.prefix_before(blocks.pop())
+    return Cached(blocks, prefix, [], 0, states.find(prefix) if blocks else None)
 
 
 def waits_for_sibling(pool: BlockPool, sequence: Sequence) -> bool:
@@ -50,7 +62,9 @@ def waits_for_sibling(pool: BlockPool, sequence: Sequence) -> bool:
 
 def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached, num_tokens: int) -> bool:
     """Take blocks for `num_tokens` tokens of a sequence, at least its current tokens, and for its encoder
-    output. Return False and change nothing if the pool has too few."""
+    output, and a slot for its state. Return False and change nothing if the pool has too few."""
+    if pool.states is not None and not pool.states.num_available:
+        return False
     num_cached = len(cached.blocks)
     num_cross = pool.blocks_for(len(sequence.encoder_token_ids))
     num_new = pool.blocks_for(num_tokens) - num_cached + num_cross - len(cached.cross_blocks)
@@ -64,6 +78,9 @@ def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached, num_tokens:
     sequence.num_published = num_cached
     sequence.published_prefix = cached.prefix
     sequence.siblings.newest = sequence
+    if pool.states is not None:
+        sequence.state_slot = pool.states.take()
+        sequence.state_source = cached.state_source
     return True
 
 
@@ -74,6 +91,7 @@ def reset_progress(sequence: Sequence) -> int:
     assert row is not None, "only running sequences have progress"
     sequence.block_table = []
     sequence.cross_blocks = []
+    sequence.state_slot = sequence.state_source = None
     sequence.num_scheduled = sequence.num_computed = sequence.num_published = 0
     if sequence.siblings.newest is sequence:
         sequence.siblings.newest = None
@@ -107,6 +125,15 @@ def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
     for i, block in enumerate(sequence.cross_blocks):
         tokens = sequence.encoder_token_ids[i * size : (i + 1) * size]
         prefix = pool.publish(prefix, tokens, block)
+
+
+def publish_state(pool: BlockPool, sequence: Sequence, end: int, slot: int) -> None:
+    """Publish a snapshot of the state after `end` tokens, unless the sequence has been stopped since."""
+    assert pool.states is not None, "the slot is one of the pool's"
+    if sequence.row is not None and sequence.num_published * pool.block_size == end:
+        pool.states.publish(sequence.published_prefix, slot)
+    else:
+        pool.states.release(slot)
 
 
 def decoder_root(sequence: Sequence) -> Hashable:

@@ -17,6 +17,7 @@ from tgis.router.scheduling.prefix_cache import (
     find_cached,
     publish_computed,
     publish_encoded,
+    publish_state,
     reset_progress,
     take_blocks,
     waits_for_sibling,
@@ -48,7 +49,9 @@ class Scheduler:
         """Create a scheduler without sequences. Sequences of more than `rope_switch_len` tokens are computed
         differently from their first token on; 0 means that the model has no such length. Without a
         `proposer`, there is no speculation. With `reserves_output`, a sequence takes the blocks for its
-        maximum length at admission, so that only a crash suspect can preempt it."""
+        maximum length at admission, so that only a crash suspect can preempt it. There must be no
+        proposer if the pool has states."""
+        assert proposer is None or pool.states is None, "states cannot be rolled back"
         self.pool = pool
         self._proposer = proposer
         self._rope_switch_len = rope_switch_len
@@ -115,7 +118,7 @@ class Scheduler:
         pool = self.pool
         block_size = pool.block_size
         last_steps = self._last_step
-        for sequence, _, _, end, _, opens, _, drafts in step.work:
+        for sequence, _, _, end, _, opens, _, drafts, state_save in step.work:
             if drafts is not NO_DRAFTS and drafts.max_tokens:
                 sequence.is_speculating = False
             if last_steps.get(sequence) is step:
@@ -126,6 +129,8 @@ class Scheduler:
                     publish_computed(pool, sequence)
                 if opens:
                     publish_encoded(pool, sequence)
+            if state_save is not None:
+                publish_state(pool, sequence, end, state_save)
         for blocks in step.blocks_to_release:
             self._num_blocks_owed -= len(blocks)
             self.pool.release(blocks)
@@ -182,7 +187,7 @@ class Scheduler:
     def _try_alone(self, suspect: Sequence, budget: int) -> Step | None:
         """Return a step of only the suspect. Preempt other sequences if there are too few blocks."""
         if suspect in self.running:
-            end = min(suspect.num_tokens, suspect.num_scheduled + budget)
+            end = self._find_end(suspect, budget)
             return self._send([], [self._plan(suspect, end, [])], [])
         while not self.rows.num_free or (work := self._admit(suspect, budget, is_alone=True)) is None:
             self._preempt(next(reversed(self.running)))
@@ -228,7 +233,7 @@ class Scheduler:
             if budget <= 0:
                 return
             if sequence.num_pending > 1:
-                end = min(sequence.num_tokens, sequence.num_scheduled + budget)
+                end = self._find_end(sequence, budget)
                 budget -= end - sequence.num_scheduled
                 yield self._plan(sequence, end, [])
 
@@ -264,7 +269,7 @@ class Scheduler:
         self.waiting.take(sequence)
         self.running[sequence] = None
         max_tokens = max(budget - cached.num_to_encode, 1)
-        end = min(sequence.num_tokens, sequence.num_scheduled + max_tokens)
+        end = self._find_end(sequence, max_tokens)
         return self._plan(sequence, end, list(sequence.block_table), opens=True)
 
     def _take_blocks_and_row(self, sequence: Sequence, cached: Cached) -> bool:
@@ -293,7 +298,18 @@ class Scheduler:
         sequence.num_scheduled = end
         sequence.num_unanswered += samples
         sequence.is_speculating = drafts is not NO_DRAFTS and drafts.max_tokens > 0
-        return WorkItem(sequence, sequence.row, start, end, samples, opens, new_blocks, drafts)
+        state_save = None
+        if (states := self.pool.states) is not None and states.takes_snapshot(
+            sequence, end, self.pool.block_size
+        ):
+            state_save = states.take()
+        return WorkItem(sequence, sequence.row, start, end, samples, opens, new_blocks, drafts, state_save)
+
+    def _find_end(self, sequence: Sequence, max_tokens: int) -> int:
+        """Return the end of work on a sequence that may compute that many tokens."""
+        end = min(sequence.num_tokens, sequence.num_scheduled + max_tokens)
+        states = self.pool.states
+        return end if states is None else states.cut(sequence, end, self.pool.block_size)
 
     def _send(self, decodes: list[WorkItem], prompts: list[WorkItem], newcomers: list[WorkItem]) -> Step:
         may_draft = self._proposer is not None
@@ -352,6 +368,9 @@ class Scheduler:
         else:
             last_step.blocks_to_release.append(blocks)
             self._num_blocks_owed += len(blocks)
+        if sequence.state_slot is not None:
+            assert self.pool.states is not None, "the slot is one of the pool's"
+            self.pool.states.release(sequence.state_slot)
         self.rows.close(reset_progress(sequence))
 
 

@@ -37,6 +37,8 @@ class WorkItem(NamedTuple):
     new_blocks: AnySequence[int]
     drafts: Drafts = NO_DRAFTS
     """Drafts from `end` on. The step computes them too, and correct drafts become tokens."""
+    state_save: int | None = None
+    """Slot to which the state after `end` is copied."""
 
 
 @dataclass(eq=False)

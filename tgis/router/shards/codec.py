@@ -63,7 +63,7 @@ class StepAnswer:
 
 def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
     """Encode a step. A shard that takes longer than `timeout_s` is considered hanging; 0: no limit."""
-    _, rows, starts, ends, _, _, new_blocks, drafts = zip(*step.work, strict=True)
+    _, rows, starts, ends, _, _, new_blocks, drafts, saves = zip(*step.work, strict=True)
     if not step.num_drafts and not step.max_proposed:
         drafts = ()
     return pb.StepRequest(
@@ -78,6 +78,7 @@ def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
         num_drafts=_pack([len(each.token_ids) for each in drafts]) if step.num_drafts else b"",
         draft_ids=_pack([token_id for each in drafts for token_id in each.token_ids]),
         max_drafts=_pack([each.max_proposed for each in drafts]) if step.max_proposed else b"",
+        state_saves=b"" if all(slot is None for slot in saves) else _pack([*map(_encode_slot, saves)]),
         timeout_ms=min(round(1000 * timeout_s), MAX_U32),
     )
 
@@ -149,7 +150,13 @@ def _encode_row(work: WorkItem) -> pb.OpenRow:
         encoder_token_ids=_pack(sequence.encoder_token_ids),
         cross_blocks=_pack(sequence.cross_blocks),
         is_encoded=bool(sequence.cross_blocks) and not sequence.num_to_encode,
+        state_slot=sequence.state_slot or 0,
+        state_source=_encode_slot(sequence.state_source),
     )
+
+
+def _encode_slot(slot: int | None) -> int:
+    return -1 if slot is None else slot
 
 
 def _encode_sampling(sequence: Sequence) -> pb.Sampling:

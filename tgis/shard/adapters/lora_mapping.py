@@ -38,11 +38,15 @@ _EXPERT_MODULES = {
         ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
         ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
         ("block_sparse_moe.input_linear.{e}",),
+        ("block_sparse_moe.experts.gate_up_proj.{e}",),
+        ("mlp.experts.gate_up_proj.{e}",),
     ),
     "down_proj": (
         ("block_sparse_moe.experts.{e}.w2",),
         ("mlp.experts.{e}.down_proj",),
         ("block_sparse_moe.output_linear.{e}",),
+        ("block_sparse_moe.experts.down_proj.{e}",),
+        ("mlp.experts.down_proj.{e}",),
     ),
 }
 # Modules of multimodal models that text-only inference does not use.
@@ -116,8 +120,17 @@ def _read_all(
         if any(rows.module in changes for rows in trace):
             _check_fit(parts.cuts[path], trace, changes)
             terms = read(parts.cuts[path], trace, changes)
-            deltas[path] = tuple(LowRank(term.a.to(device), term.b.to(device), term.first) for term in terms)
+            factors = parts.factors.get(path)
+            deltas[path] = tuple(
+                LowRank(_scale_inputs(term.a, factors).to(device), term.b.to(device), term.first)
+                for term in terms
+            )
     return deltas
+
+
+def _scale_inputs(a: Tensor, factors: Tensor | None) -> Tensor:
+    """Return a, [in, rank], for a layer whose inputs were divided by the factors."""
+    return a if factors is None else a * factors.unsqueeze(1)
 
 
 def _check_fit(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> None:
@@ -148,7 +161,7 @@ def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Itera
     for _, group in itertools.groupby(_list_own(cut, trace), key):
         run = list(group)
         if change := changes.get(run[0].module):
-            b = torch.cat([changes[rows.module].b[rows.first : rows.first + rows.count] for rows in run])
+            b = torch.cat([changes[rows.module].b[rows.rows] for rows in run])
             yield _pack(change.a[:, columns], b, change.scale, first)
         first += sum(rows.count for rows in run)
 
@@ -173,7 +186,7 @@ def _list_own(cut: Cut, trace: Trace) -> Iterator[ModuleRows]:
         for rows in trace:
             low, high = max(part.start, start), min(part.stop, start + rows.count)
             if low < high:
-                yield ModuleRows(rows.module, rows.first + low - start, high - low)
+                yield rows.take(low - start, high - low)
             start += rows.count
 
 

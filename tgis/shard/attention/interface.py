@@ -50,6 +50,7 @@ class Scoring:
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
     slopes: Tensor | None = None  # float32 [num_heads], ALiBi: adds slope * distance
     bias: Tensor | None = None  # float32 [num_heads, 2 * reach + 1], added for distances -reach to reach
+    sinks: Tensor | None = None  # float32 [num_heads], score of one more key per head, which has no value
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ modules whose weights hold row numbers. The numbers in the resulting matrix give
     q_proj [2, in]: rows 0, 1     k_proj [1, in]: row 0     ->  qkv: q_proj 0-1, k_proj 0
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,12 +21,21 @@ _ROW_BITS = 40  # the low bits of an element are its row number; the high bits a
 
 @dataclass(frozen=True, slots=True)
 class ModuleRows:
-    """Consecutive rows of a module. `module` is the family's name for it, followed by the expert's number if
-    one tensor holds all experts."""
+    """Rows of a module: `count` rows from `first` on, every `step`-th one. `module` is the family's name for
+    it, followed by the expert's number if one tensor holds all experts."""
 
     module: str
     first: int
     count: int
+    step: int = 1
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + (self.count - 1) * self.step + 1, self.step)
+
+    def take(self, start: int, count: int) -> "ModuleRows":
+        """Return `count` of these rows, from number `start` on."""
+        return ModuleRows(self.module, self.first + start * self.step, count, self.step)
 
 
 @dataclass(frozen=True)
@@ -68,14 +78,21 @@ def name_entry(module: str, entry: int | None) -> str:
 
 
 def list_rows(column: Tensor, modules: Sequence[str]) -> tuple[ModuleRows, ...]:
-    """Return the runs of consecutive rows in `column`, int64 [num_rows]: the first column of a matrix that
-    was read from `NumberedModules`."""
-    ends = [*(column.diff() != 1).nonzero().flatten().add(1).tolist(), len(column)]
+    """Return the runs of rows of one module with equal steps in `column`, int64 [num_rows]: the first column
+    of a matrix that was read from `NumberedModules`."""
+    steps = column.diff()
+    last = len(column) - 1
+    changes = [*(steps.diff() != 0).nonzero().flatten().add(1).tolist(), last]  # ends of runs of equal steps
     runs = []
     start = 0
-    for end in ends:
+    while start <= last:
         number = int(column[start])
-        module = modules[number >> _ROW_BITS]
-        runs.append(ModuleRows(module, number & ((1 << _ROW_BITS) - 1), end - start))
-        start = end
+        end = changes[bisect_right(changes, start)] if start < last else start
+        step = int(steps[start]) if start < last else 1
+        if step != 1 and (end - start < 2 or not 0 < step < 1 << (_ROW_BITS - 1)):
+            # Two rows are no run unless they are adjacent: the second one may begin another run.
+            end, step = start, 1
+        row = number & ((1 << _ROW_BITS) - 1)
+        runs.append(ModuleRows(modules[number >> _ROW_BITS], row, end - start + 1, step))
+        start = end + 1
     return tuple(runs)

@@ -163,6 +163,19 @@ def transpose(stored: Stored) -> Stored:
     return stored.original if isinstance(stored, Transposed) else Transposed(stored)
 
 
+class ScaledColumns(FloatsOnly):
+    """View of a matrix whose columns are multiplied by factors, float32 [num_columns]."""
+
+    def __init__(self, stored: Stored, factors: Tensor):
+        self._stored = stored
+        self._factors = factors
+        self.label = stored.label
+        self.shape = stored.shape
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        return self._stored.read(rows, columns).float() * self._factors[columns]
+
+
 class Sliced:
     """View of consecutive rows and columns of a matrix, or of consecutive elements of a vector."""
 

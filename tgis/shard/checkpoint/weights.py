@@ -1,6 +1,6 @@
 """Finds checkpoint tensors by the model's module paths, and reads only the requested slices. A family's table
-maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `adjacent_pairs`, `expert`,
-`parameter` or `first_of`."""
+maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `adjacent_pairs`, `interleaved`,
+`expert` or `first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ class StoredModules:
 
     def find(self, module: str, end: str, entry: int | None, is_transposed: bool) -> Stored:
         """Return a module's tensor, or one of its entries, in the model's orientation. `end` is "weight" or
-        "bias", or empty if `module` is the whole name. Raises WeightsError."""
+        "bias". Raises WeightsError."""
         quantized = self._open_quantized(module) if end == "weight" else None
         whole = quantized or self._fetch_plain(module, end)
         tensor: Stored = whole if entry is None else whole.entry(entry)
@@ -47,7 +47,7 @@ class StoredModules:
         # not.
         if is_transposed and not quantized:
             tensor = transpose(tensor)
-        if end != "bias":
+        if end == "weight":
             self.shapes[name_entry(module, entry)] = tensor.shape
         return tensor
 
@@ -69,13 +69,18 @@ class StoredModules:
                 yield name
 
     def _fetch_plain(self, module: str, end: str) -> StoredTensor:
-        full, other = (f"{name}.{end}" if end else name for name in self._spell(module))
-        is_other = full not in self._checkpoint and other in self._checkpoint
-        return self._checkpoint.fetch(other if is_other else full)
+        names = [full for name in self._spell(module) for full in _spell_tensor(name, end)]
+        return self._checkpoint.fetch(next((name for name in names if name in self._checkpoint), names[0]))
 
     def _spell(self, module: str) -> tuple[str, str]:
         prefix = self._prefix
         return module, module.removeprefix(prefix) if module.startswith(prefix) else prefix + module
+
+
+def _spell_tensor(module: str, end: str) -> tuple[str, str]:
+    """Return the names that a module's tensor may have: that of a layer, and that of a parameter, such as
+    experts in one tensor."""
+    return f"{module}.{end}", module if end == "weight" else f"{module}_{end}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Lookup:
     modules: StoredModules | NumberedModules
     layer: str
     expert: str
-    end: str  # "weight", "bias" or empty
+    end: str  # "weight" or "bias"
     is_transposed: bool = False  # the checkpoint stores matrices as [in_features, out_features]
 
     def fetch(self, name: str, entry: int | None = None) -> Stored:
@@ -153,9 +158,18 @@ def adjacent_pairs(source: Source, head_dim: int) -> Source:
     return find
 
 
-def parameter(source: Source) -> Source:
-    """Use a tensor whose name in the checkpoint has no ".weight" or ".bias"."""
-    return lambda lookup: replace(lookup, end="").find(source)
+def interleaved(source: Source, num_parts: int = 2) -> Source:
+    """Regroup rows (a, b, a, b, ...) of `num_parts` matrices to all a, all b."""
+
+    def find(lookup: Lookup) -> Stored:
+        stored = lookup.find(source)
+        if stored.shape[0] % num_parts:
+            raise WeightsError(
+                f"{stored.label} has shape {list(stored.shape)}, not rows of {num_parts} matrices"
+            )
+        return ReorderedRows(stored, torch.arange(stored.shape[0]).view(-1, num_parts).T.flatten())
+
+    return find
 
 
 def expert(name: str) -> Source:

@@ -1,5 +1,9 @@
 """Activations of feed-forward layers, by their names in checkpoints."""
 
+CLAMPED_SWIGLU = "clamped_swiglu"
+"""Gated activation of gpt-oss, which no checkpoint names: gate * sigmoid(1.702 gate) * (up + 1), with the
+gate at most 7 and `up` within -7 and 7."""
+
 # Maps a checkpoint's name to the kernel's name.
 NAMES = {
     "silu": "silu",
@@ -14,3 +18,8 @@ NAMES = {
     "relu": "relu",
     "quick_gelu": "quick_gelu",
 }
+
+
+def find_kernel(name: str) -> str:
+    """Return the kernel's name of an activation."""
+    return name if name == CLAMPED_SWIGLU else NAMES[name]

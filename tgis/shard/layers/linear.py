@@ -82,18 +82,26 @@ class RowParallel:
         """Return this rank's summand of the output, without the bias."""
         return self._adapt(x, self._multiply(x), adapters)
 
+    def summand(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        """Return this rank's summand of the output. The bias is in that of the first rank."""
+        y = self.partial(x, adapters)
+        return y if self._bias is None or self._group.rank else self._add(y, self._bias)
+
 
 class Replicated:
-    """Linear layer y = x W^T, whole on every rank: [num_tokens, in_features] -> [num_tokens, out_features].
-    Used for small matrices where rounding matters, such as routers of experts."""
+    """Linear layer y = x W^T + b, whole on every rank: [num_tokens, in_features] -> [num_tokens,
+    out_features]. Used for small matrices where rounding matters, such as routers of experts."""
 
-    def __init__(self, parts: Parts, path: str, in_features: int, out_features: int):
+    def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool = False):
         shape, whole = (out_features, in_features), (slice(0, out_features),)
         self._adapt = LoraAddition(parts, path, Cut(shape, whole))
         self._multiply = parts.pack("replicated", path, shape, whole)
+        self._bias = parts.read_vector(f"{path}.bias", out_features) if bias else None
+        self._add = parts.kernels.add
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        return self._adapt(x, self._multiply(x), adapters)
+        y = self._adapt(x, self._multiply(x), adapters)
+        return y if self._bias is None else self._add(y, self._bias)
 
 
 def _rows_of_rank(group: ProcessGroup, widths: list[int], pieces: list[int]) -> list[slice]:

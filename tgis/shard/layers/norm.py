@@ -18,6 +18,9 @@ class Norm:
         self.weight = _read_weight(parts, path, size, kind)
         self.eps = eps
         self.bias = parts.read_vector(f"{path}.bias", size) if kind == "layer" else None
+        if (factors := parts.factors.get(path)) is not None:
+            self.weight = self.weight / factors
+            self.bias = None if self.bias is None else self.bias / factors
         self.is_centred = kind in ("layer", "layer_no_bias")
         self._kernels = parts.kernels
 

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
-from tgis.shard.checkpoint.tensors import ALL, Sliced, StackedRows, Stored, split_by_layout
+from tgis.shard.checkpoint.tensors import ALL, ScaledColumns, Sliced, StackedRows, Stored, split_by_layout
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
+from tgis.shard.layers.states import Mamba2
+from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole, Rounder, Scheme
 from tgis.shard.quant.schemes.none import UNQUANTIZED
 from tgis.shard.quant.schemes.portable_rounder import PortableRounder
 from tgis.shard.quant.sensitivity import UNKNOWN, Sensitivity
+from tgis.shard.quant.smoothing import Factors
 
 Product = Callable[[Tensor], Tensor]
 """Product x W^T with a packed weight: [num_tokens, in_features] -> [num_tokens, out_features]."""
@@ -51,7 +54,8 @@ class HeadNorm:
 @dataclass(frozen=True)
 class Activation:
     """Activation silu, gelu, gelu_tanh, relu or quick_gelu of [num_tokens, size]. If it is gated, it applies
-    to the first half of [num_tokens, 2 * size] and is multiplied by the second half."""
+    to the first half of [num_tokens, 2 * size] and is multiplied by the second half. `CLAMPED_SWIGLU` is
+    always gated."""
 
     name: str
     is_gated: bool
@@ -100,6 +104,9 @@ class Kernels(Rounder, Protocol):
 
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
         """Return the variant of `pack` for codes of a layout, or None if they must be packed as floats."""
+
+    def rounds_inputs(self, layout: CodeLayout) -> bool:
+        """Return True if products with codes of a layout, and those with the head, round x to 8 bits."""
 
     def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
         """Return the function that packs codes of a layout as a table, or None if there is none."""
@@ -168,6 +175,14 @@ class Kernels(Rounder, Protocol):
         """Multiply each row of x, [num_tokens, size], by its factor in place and return x. x may have a row
         stride larger than `size`."""
 
+    def mix_states(self, rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> Tensor:
+        """Return y of a Mamba 2 layer, float32 [num_tokens, width], and update the states of layer number
+        `layer`. rows: [num_tokens, any], the product of its first matrix."""
+
+    def gate_norm(self, x: Tensor, rows: Tensor, mixer: Mamba2) -> Tensor:
+        """Return the RMS norm of x * silu(gate) in each group, [num_tokens, width]. Overwrites x. The gate
+        is the first part of `rows`."""
+
     def norm_product(
         self,
         x: Tensor,
@@ -194,6 +209,9 @@ class Unfused(PortableRounder):
 
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
         return None
+
+    def rounds_inputs(self, layout: CodeLayout) -> bool:
+        return False
 
     def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
         return None
@@ -240,6 +258,7 @@ class Parts:
     """This rank's part of every matrix that adapters may change, by path."""
     scheme: Scheme = UNQUANTIZED
     sensitivity: Sensitivity = UNKNOWN
+    factors: Factors = field(default_factory=dict)
     tables: dict[tuple[str, range, CodeLayout], CodeTable] = field(default_factory=dict)
     """Packed tables of codes by label, rows and layout. A tied head shares the codes of its table."""
     widened: list[float] = field(default_factory=list)
@@ -268,6 +287,8 @@ class Parts:
 
     def _encode(self, role: MatrixRole, path: str, shape: tuple[int, int]) -> Stored:
         stored = self.weights.find_matrix(path, shape)
+        if (factors := self.factors.get(path)) is not None:
+            stored = ScaledColumns(stored, factors)
         rows = self.sensitivity.find_rows(path, shape[0])
         if role != "linear" or rows.start == shape[0] or self.scheme.sensitive_layout is None:
             return self.scheme.encode(role, stored, self.kernels)

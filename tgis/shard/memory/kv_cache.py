@@ -23,7 +23,7 @@ class AttentionShape(Protocol):
     """Properties of a model that determine the size of its KV cache."""
 
     @property
-    def num_layers(self) -> int:
+    def num_cache_layers(self) -> int:
         """Number of layers with a KV cache."""
 
     @property
@@ -50,7 +50,7 @@ def page_size(block_size: int, head_dim: int) -> int:
 
 def bytes_per_block(shape: AttentionShape, ranks: Ranks, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block on one rank, for all layers."""
-    pages = 2 * shape.num_layers * local_kv_heads(shape, ranks)
+    pages = 2 * shape.num_cache_layers * local_kv_heads(shape, ranks)
     return pages * page_size(block_size, shape.head_dim) * dtype.itemsize
 
 
@@ -77,7 +77,7 @@ class KVCache:
         scales: Sequence[CacheScale] = (),
     ):
         shape = (num_layers, num_blocks, num_kv_heads, page_size(block_size, head_dim))
-        self.keys, self.values = (_allocate_zeros(shape, dtype, device) for _ in range(2))
+        self.keys, self.values = (allocate_zeros(shape, dtype, device) for _ in range(2))
         if device.type == "cpu":
             _populate_soon((self.keys, self.values))
         self.num_layers = num_layers
@@ -89,7 +89,7 @@ class KVCache:
         self.scales = list(scales) or [CacheScale()] * num_layers
 
 
-def _allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape)

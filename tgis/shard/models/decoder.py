@@ -16,6 +16,7 @@ from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.norm import Norm
 from tgis.shard.layers.ops import Parts
 from tgis.shard.layers.rotary import Rotary
+from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.models.parts.blocks import (
     MLP,
@@ -25,6 +26,7 @@ from tgis.shard.models.parts.blocks import (
     make_norm,
     make_positions,
 )
+from tgis.shard.models.parts.mamba import MambaMixer
 from tgis.shard.models.parts.moe import SparseMLP
 from tgis.shard.models.spec import DecoderSpec
 
@@ -35,52 +37,64 @@ FeedForward = Callable[[Tensor, BranchInput, TokenAdapters | None], Tensor | Non
 class StepContext:
     attention: Attention
     plan: AttentionPlan
-    angles: Tensor | None  # [2, num_tokens, dim / 2]
-    local_angles: Tensor | None  # for layers with a sliding window
+    angles: tuple[Tensor, ...]  # [2, num_tokens, dim / 2] of each of `DecoderSpec.distinct_ropes`
     adapters: TokenAdapters | None
     query_factors: Tensor | None = None  # float32 [num_tokens], for layers that scale queries
+    states: StepStates | None = None  # of recurrent layers
+
+
+class LayerMamba:
+    def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None = None):
+        assert spec.mamba is not None, "the layer is recurrent"
+        number = sorted(spec.mamba.layers).index(layer)
+        self._mix = MambaMixer(spec, parts, f"{path}.mamba", number, finish)
+
+    def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:
+        return self._mix(x, source, context.states, context.adapters)
 
 
 class LayerAttention:
     def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None = None):
         window = spec.window(layer)
-        slopes = spec.slopes[parts.group.slice(spec.num_heads)] if spec.slopes else None
+        own = parts.group.slice(spec.num_heads)
+        slopes = spec.slopes[own] if spec.slopes else None
         scoring = Scoring(
             scale=spec.score_scale,
             window=window,
             chunk=spec.chunk(layer),
             soft_cap=spec.attention_soft_cap,
             slopes=None if slopes is None else torch.tensor(slopes, device=parts.kernels.device),
+            sinks=parts.read_vector(f"{path}.attention.sinks", spec.num_heads, [own]) if spec.sinks else None,
         )
-        self._is_local = window is not None and spec.local_rope is not None
-        self._is_rotated = layer not in spec.nope_layers
-        own = spec
-        if spec.qk_norm == "bare_head" and not self._is_rotated:
-            own = replace(spec, qk_norm="none")
-        self._attention = SelfAttention(own, parts, f"{path}.attention", layer, scoring, finish)
+        number = spec.attention_layers.index(layer)
+        rope = spec.layer_rope(layer)
+        self._rope = None if rope is None else spec.distinct_ropes.index(rope)
+        attended = spec
+        if spec.qk_norm == "bare_head" and rope is None:
+            attended = replace(spec, qk_norm="none")
+        self._attention = SelfAttention(attended, parts, f"{path}.attention", number, scoring, finish)
         self._scales_queries = spec.scales_queries(layer)
 
     def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:
-        angles = context.local_angles if self._is_local else context.angles
-        angles = angles if self._is_rotated else None
+        angles = None if self._rope is None else context.angles[self._rope]
         factors = context.query_factors if self._scales_queries else None
         return self._attention(x, source, angles, context.attention, context.plan, context.adapters, factors)
 
 
 class Block:
-    """Pre-norm block. Returns x after attention, and the feed-forward's output as the delta that the next
-    norm adds in the same pass; the delta is None if it was added already."""
+    """Pre-norm block. Returns x after attention or a recurrent layer, and the feed-forward's output as the
+    delta that the next norm adds in the same pass; the delta is None if it was added already."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
         self._norm_1, finish_1 = _make_norms(spec, parts, path, 1)
         self._norm_2, finish_2 = _make_norms(spec, parts, path, 2)
-        self._attend = LayerAttention(spec, parts, path, layer, finish_1)
+        self._mix = _make_mixer(spec, parts, path, layer, finish_1)
         self._feed_forward = _make_feed_forward(spec, parts, path, layer, finish_2)
 
     def __call__(self, x: Tensor, delta: Tensor | None, context: StepContext) -> tuple[Tensor, Tensor | None]:
-        attended = self._attend(x, BranchInput(x, delta, self._norm_1), context)
-        return x, self._feed_forward(x, BranchInput(x, attended, self._norm_2), context.adapters)
+        mixed = self._mix(x, BranchInput(x, delta, self._norm_1), context)
+        return x, self._feed_forward(x, BranchInput(x, mixed, self._norm_2), context.adapters)
 
 
 class ParallelBlock:
@@ -128,9 +142,7 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, parts: Parts):
         self.spec = spec
         self.parts = parts
-        self._rotary, self._local_rotary = (
-            Rotary(rope, parts.kernels) if rope else None for rope in (spec.rope, spec.local_rope)
-        )
+        self._rotaries = [Rotary(rope, parts.kernels) for rope in spec.distinct_ropes]
         self._embed = InputEmbedding(spec, parts)
         self._blocks = [make_block(spec, parts, layer) for layer in range(spec.num_layers)]
         self._norm = make_norm(spec, parts, "norm") if spec.final_norm else None
@@ -143,16 +155,13 @@ class Decoder:
     def embed(self, inputs: StepInputs, attention: Attention) -> tuple[Tensor, StepContext]:
         """Return the input of the first block, [num_tokens, hidden_size], and what all blocks share."""
         x = self._embed(inputs)
-        angles, local_angles = (
-            rotary(inputs.positions, inputs.is_long) if rotary else None
-            for rotary in (self._rotary, self._local_rotary)
-        )
+        angles = tuple(rotary(inputs.positions, inputs.is_long) for rotary in self._rotaries)
         scaling = self.spec.query_scaling
         factors = None
         if scaling is not None:
             numbers = scaling.beta, scaling.length, scaling.shift
             factors = self.parts.kernels.position_factors(inputs.positions, *numbers)
-        return x, StepContext(attention, inputs.plan, angles, local_angles, inputs.adapters, factors)
+        return x, StepContext(attention, inputs.plan, angles, inputs.adapters, factors, inputs.states)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
@@ -215,6 +224,13 @@ def _make_norms(spec: DecoderSpec, parts: Parts, path: str, number: int) -> tupl
     if spec.norm_place != "before":
         return before, make_norm(spec, parts, f"{path}.post_norm_{number}")
     return before, (lambda y: kernels.scale(y, scale)) if scale != 1 else None
+
+
+def _make_mixer(
+    spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None
+) -> LayerAttention | LayerMamba:
+    is_recurrent = spec.mamba is not None and layer in spec.mamba.layers
+    return (LayerMamba if is_recurrent else LayerAttention)(spec, parts, path, layer, finish)
 
 
 def _make_feed_forward(

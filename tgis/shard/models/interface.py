@@ -10,6 +10,7 @@ from tgis.shard.attention.interface import Attention, AttentionPlan, StepLayout
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts
 from tgis.shard.memory.kv_cache import AttentionShape
+from tgis.shard.memory.state_cache import StepStates
 
 
 class UnsupportedModelError(OperatorError):
@@ -55,6 +56,7 @@ class StepInputs:
     is_long: Tensor | None = None  # bool [num_tokens], True if the sequence is longer than `rope_switch_len`
     virtual: VirtualTokens | None = None  # `token_ids` at their places have no meaning
     adapters: TokenAdapters | None = None
+    states: StepStates | None = None  # of models with recurrent layers
 
 
 class Model(Protocol):

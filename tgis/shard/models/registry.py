@@ -23,8 +23,12 @@ from tgis.shard.models.families import (
     gpt2,
     gpt_bigcode,
     gpt_neox,
+    gpt_oss,
     granite,
+    granite_swa,
     granitemoe,
+    granitemoe_swa,
+    granitemoehybrid,
     granitemoeshared,
     llama,
     llama4,
@@ -47,11 +51,12 @@ from tgis.shard.models.families import (
 )
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.sensitive_weights import describe_sensitivity
-from tgis.shard.models.spec import DecoderSpec, Spec
+from tgis.shard.models.spec import DecoderSpec, MambaSpec, Spec
 from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
 from tgis.shard.quant.schemes.none import UNQUANTIZED
+from tgis.shard.quant.smoothing import NO_FACTORS, Factors
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ DECODERS: tuple[Family, ...] = (
     qwen2,
     qwen3,
     granite,
+    granite_swa,
     gemma,
     gemma2,
     gemma3,
@@ -87,6 +93,9 @@ DECODERS: tuple[Family, ...] = (
     granitemoe,
     granitemoeshared,
     glm4_moe,
+    granitemoe_swa,
+    gpt_oss,
+    granitemoehybrid,
     gpt_neox,
     gpt2,
     gpt_bigcode,
@@ -146,13 +155,15 @@ def load(
     kernels: Kernels | None = None,
     scheme: Scheme = UNQUANTIZED,
     spec: Spec | None = None,
+    factors: Factors = NO_FACTORS,
 ) -> Decoder | EncoderDecoderModel:
     """Load this rank's part of the model with weights in `dtype`. The defaults are the CPU's kernels and the
-    specification that `config` describes. Raises UnsupportedModelError, WeightsError."""
+    specification that `config` describes. `factors` smooth activations. Raises UnsupportedModelError and
+    WeightsError."""
     spec = spec or make_spec(config)
     with open_weights(path, config, spec) as weights:
         common = (group, weights, dtype, kernels or _cpu_kernels())
-        parts = Parts(*common, scheme=scheme, sensitivity=describe_sensitivity(spec))
+        parts = Parts(*common, scheme=scheme, sensitivity=describe_sensitivity(spec), factors=factors)
         model = build(spec, parts)
         refuse_unread(path, weights.list_unread(), config)
     if parts.widened:
@@ -181,9 +192,19 @@ def check_sharding(spec: Spec, size: int) -> None:
     fits = all(width % size == 0 for width in spec.intermediate_sizes)
     if size > spec.vocab_size:
         raise UnsupportedModelError(f"a vocabulary of {spec.vocab_size} cannot be split over {size} shards")
+    if isinstance(spec, DecoderSpec) and spec.mamba is not None:
+        _check_mamba_sharding(spec.mamba, size)
     if spec.num_heads % size or not shared or not fits:
         widths = " and ".join(str(width) for width in dict.fromkeys(spec.intermediate_sizes))
         raise UnsupportedModelError(
             f"the model cannot be split over {size} shards: it has {spec.num_heads} attention heads, "
             f"{spec.num_kv_heads} key/value heads and an intermediate size of {widths}"
+        )
+
+
+def _check_mamba_sharding(mamba: MambaSpec, size: int) -> None:
+    shared = mamba.num_groups % size == 0 or size % mamba.num_groups == 0
+    if mamba.num_heads % size or not shared:
+        raise UnsupportedModelError(
+            f"{mamba.num_heads} Mamba heads in {mamba.num_groups} groups cannot be split over {size} shards"
         )

@@ -39,7 +39,10 @@ class RopeOption:
             return spec
         if spec.rope.scaling is not None:
             raise RopeOptionError("the model's configuration already has another scaling")
-        return replace(spec, rope=Rope(spec.rope.dim, spec.rope.theta, scaling))
+        rope, *layer_ropes = (
+            each and Rope(each.dim, each.theta, scaling) for each in (spec.rope, *spec.layer_ropes)
+        )
+        return replace(spec, rope=rope, layer_ropes=tuple(layer_ropes))
 
     def scale_parsed(self, parsed: Any) -> None:
         """Set this scaling in a configuration of transformers. Raises RopeOptionError."""

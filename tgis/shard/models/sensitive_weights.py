@@ -48,14 +48,20 @@ def _list_matrices(spec: Spec) -> Iterator[_Matrix]:
 def _list_blocks(spec: LayerSpec, prefix: str) -> Iterator[_Matrix]:
     size = spec.hidden_size
     width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    mamba, experts = (spec.mamba, spec.experts) if isinstance(spec, DecoderSpec) else (None, None)
     for layer in range(spec.num_layers):
         path = f"{prefix}.{layer}"
-        yield _Matrix(f"{path}.attention.qkv", width + 2 * kv_width, size)
-        yield _Matrix(f"{path}.attention.out", size, width)
-        experts = spec.experts if isinstance(spec, DecoderSpec) else None
+        if mamba is not None and layer in mamba.layers:
+            yield _Matrix(f"{path}.mamba.in", 2 * (mamba.width + mamba.group_width) + mamba.num_heads, size)
+            yield _Matrix(f"{path}.mamba.out", size, mamba.width)
+        else:
+            yield _Matrix(f"{path}.attention.qkv", width + 2 * kv_width, size)
+            yield _Matrix(f"{path}.attention.out", size, width)
         if experts is None or layer in experts.dense_layers:
             yield from _list_mlp(f"{path}.mlp", size, spec.intermediate_size, spec.gated)
         else:
+            if experts.shared_size:
+                yield from _list_mlp(f"{path}.mlp.shared", size, experts.shared_size, spec.gated)
             for i in range(experts.num_experts):
                 yield from _list_mlp(f"{path}.mlp.experts.{i}", size, experts.intermediate_size, spec.gated)
             if experts.shared_size:

@@ -1,6 +1,7 @@
 """Specifications of models: all that layers need besides the tensors."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Literal
 
 from tgis.shard.layers.norm import NormKind
@@ -52,6 +53,10 @@ class LayerSpec:
     final_norm: bool = True
 
     @property
+    def num_cache_layers(self) -> int:
+        return self.num_layers
+
+    @property
     def max_positions(self) -> int:
         return self.num_positions and self.num_positions - self.position_offset
 
@@ -68,6 +73,8 @@ class Experts:
     num_active: int  # experts per token
     intermediate_size: int  # width of one expert
     normalised: bool = True  # scale the weights of a token's experts to sum to one
+    bias: bool = False  # of the experts' layers
+    router_bias: bool = False
     dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP instead
 
     shared_size: int = 0  # width of the expert that all tokens use besides the chosen ones; 0: none
@@ -79,6 +86,30 @@ class Experts:
     num_active_groups: int = 1
     weight_scale: float = 1.0  # factor of the weights of the chosen experts
     scales_input: bool = False  # weights multiply the experts' inputs instead of their outputs
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    """Layers with Mamba 2 instead of attention."""
+
+    layers: frozenset[int]
+    num_heads: int
+    head_dim: int
+    num_groups: int  # groups of heads that share two projections and a norm
+    state_size: int
+    kernel_size: int  # number of tokens that the convolution sees
+    proj_bias: bool = False
+    conv_bias: bool = True
+    min_step: float = 0.0
+    max_step: float = inf
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_width(self) -> int:
+        return self.num_groups * self.state_size
 
 
 @dataclass(frozen=True)
@@ -101,10 +132,11 @@ class DecoderSpec(LayerSpec):
     residual: Residual = "sequential"
     residual_scale: float = 1.0  # factor of a branch's output
     experts: Experts | None = None
+    mamba: MambaSpec | None = None
 
     rope: Rope | None = None
     local_rope: Rope | None = None  # rotary embedding of layers with a window, if it differs
-    nope_layers: frozenset[int] = frozenset()  # layers without the rotary embedding
+    layer_ropes: tuple[Rope | None, ...] = ()  # rotary embedding per layer, None: none; empty: as above
     windows: tuple[int | None, ...] = ()  # keys that a query attends to, per layer; empty: no window
     chunks: tuple[
         int | None, ...
@@ -112,6 +144,7 @@ class DecoderSpec(LayerSpec):
     query_scaling: QueryScaling | None = None
     slopes: tuple[float, ...] = ()  # ALiBi slope per head
     attention_soft_cap: float | None = None
+    sinks: bool = False  # learned score per head of a key without a value
 
     embedding_size: int | None = None  # if it differs from hidden_size; projections convert between them
     scales_virtual: bool = False  # soft prompts were trained before the scaling, so they are scaled as well
@@ -130,6 +163,15 @@ class DecoderSpec(LayerSpec):
         return (self.intermediate_size, *(size for size in sizes if size))
 
     @property
+    def attention_layers(self) -> list[int]:
+        recurrent = self.mamba.layers if self.mamba else ()
+        return [layer for layer in range(self.num_layers) if layer not in recurrent]
+
+    @property
+    def num_cache_layers(self) -> int:
+        return len(self.attention_layers)
+
+    @property
     def rope_switch_len(self) -> int:
         return self.rope.switch_len if self.rope else 0
 
@@ -142,6 +184,17 @@ class DecoderSpec(LayerSpec):
     def scales_queries(self, layer: int) -> bool:
         scaling = self.query_scaling
         return scaling is not None and (scaling.layers is None or layer in scaling.layers)
+
+    def layer_rope(self, layer: int) -> Rope | None:
+        if self.layer_ropes:
+            return self.layer_ropes[layer]
+        return self.rope if self.window(layer) is None else self.local_rope or self.rope
+
+    @property
+    def distinct_ropes(self) -> tuple[Rope, ...]:
+        """Rotary embeddings of all layers, each once."""
+        ropes = (self.layer_rope(layer) for layer in range(self.num_layers))
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
 @dataclass(frozen=True)
@@ -175,6 +228,10 @@ class EncoderDecoderSpec:
 
     @property
     def num_layers(self) -> int:
+        return self.decoder.num_layers
+
+    @property
+    def num_cache_layers(self) -> int:
         return self.decoder.num_layers
 
     @property

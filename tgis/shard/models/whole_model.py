@@ -29,6 +29,10 @@ class WholeModelSpec:
     vocab_size: int
     max_positions: int = 0
 
+    @property
+    def num_cache_layers(self) -> int:
+        return self.num_layers
+
 
 def warn_of_copies(group: ProcessGroup) -> None:
     if group.size > 1 and group.rank == 0:

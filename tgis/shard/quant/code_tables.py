@@ -1,4 +1,4 @@
-"""Values of 4-bit codes, in bitsandbytes' order."""
+"""Values of 4-bit codes, in the order of bitsandbytes and of MXFP4."""
 
 # Quantiles of a normal distribution, from "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al.,
 # 2023), appendix E.
@@ -23,5 +23,9 @@ NF4 = (
 # Sign, two exponent bits and one mantissa bit, divided by the largest value.
 _FP4_MAGNITUDES = tuple(magnitude / 12 for magnitude in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 FP4 = (*_FP4_MAGNITUDES, *(-magnitude for magnitude in _FP4_MAGNITUDES))
+
+# Sign, two exponent bits and one mantissa bit.
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_E2M1_MAGNITUDES, *(-magnitude for magnitude in _E2M1_MAGNITUDES))
 
 TABLES = {"nf4": NF4, "fp4": FP4}

@@ -13,6 +13,7 @@ from tgis.shard.quant.formats.compressed_tensors import CompressedTensors
 from tgis.shard.quant.formats.fp8 import Fp8
 from tgis.shard.quant.formats.gptq import Gptq
 from tgis.shard.quant.formats.marlin import Marlin
+from tgis.shard.quant.formats.mxfp4 import Mxfp4
 from tgis.shard.quant.formats.settings import SERVED, QuantizationSettings, read_settings
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.schemes.int8 import Int8
@@ -29,6 +30,7 @@ FORMATS: dict[str, Callable[[QuantizationSettings], Format]] = {
     "fp8": Fp8,
     "gptq": Gptq,
     "marlin": Marlin,
+    "mxfp4": Mxfp4,
 }
 
 # Value of `--quantize` that names a format -> `quant_method` of its checkpoints. Some values also name a
@@ -38,6 +40,7 @@ METHODS_OF = {
     "marlin": ("gptq", "marlin"),
     "awq": ("awq",),
     "compressed-tensors": ("compressed-tensors",),
+    "mxfp4": ("mxfp4",),
     "fp8": ("fp8", "fbgemm_fp8"),
     "bitsandbytes": ("bitsandbytes",),
     "bitsandbytes-nf4": ("bitsandbytes",),

@@ -14,6 +14,7 @@ from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.decoder import AnyBlock, Decoder, StepContext, make_block
 from tgis.shard.models.interface import StepInputs
+from tgis.shard.models.parts.mamba import open_state
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quantize.plan import ALONE, LinearMatrix, LinearParts
 
@@ -61,7 +62,10 @@ class LayerSteps:
         """Yield the block's output for each window without changing the states."""
         for state in windows.states:
             x = state.to(self._kernels.device, copy=True)
-            x, delta = block(x, None, self._contexts[len(x)])
+            context = self._contexts[len(x)]
+            if context.states is not None:
+                context.states.cache.clear(0)  # a window is a new sequence
+            x, delta = block(x, None, context)
             yield (x if delta is None else x + delta).cpu()
 
     def advance(self, block: AnyBlock, windows: Windows) -> None:
@@ -111,7 +115,8 @@ class LayerSteps:
         is_long = torch.full((count,), 0 < spec.rope_switch_len < count, device=device)
         plan = attention.plan(layout, "self")
         positions = layout.positions.to(device)
-        inputs = StepInputs(token_ids.to(device), positions, layout, plan, is_long=is_long)
+        states = open_state(spec, replace(ALONE, device=device), count)
+        inputs = StepInputs(token_ids.to(device), positions, layout, plan, is_long=is_long, states=states)
         return inputs, attention
 
 

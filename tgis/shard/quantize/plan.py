@@ -161,7 +161,7 @@ def _list_modules(traced: Sequence[ModuleRows], names: frozenset[str], prefix: s
     begin = 0
     for part in traced:
         rows = rows_of.setdefault(part.module, {})
-        rows |= {part.first + i: begin + i for i in range(part.count)}
+        rows |= {part.first + i * part.step: begin + i for i in range(part.count)}
         begin += part.count
     for module, rows in rows_of.items():
         name, entry = _find_stored(module, names, prefix)
@@ -179,5 +179,6 @@ def _find_stored(module: str, names: frozenset[str], prefix: str) -> tuple[str, 
         if entry.isdigit() and f"{base}.weight" in names:
             return base, int(entry)
     raise QuantizeError(
-        f"{module} cannot be quantized: in the checkpoint, it is a parameter that belongs to no linear layer"
+        f"{module} is a parameter and not a layer, so no format of quantized checkpoints has a name for it: "
+        "serve the model with --quantize"
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.interface import Attention, AttentionPlan, StepLayout
+from tgis.shard.memory.state_cache import StateCache, StepStates
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.columns import NOT_WANTED, read_column
 from tgis.shard.runner.proposer import DraftProposer, merge_proposed
@@ -60,15 +61,17 @@ class BatchBuilder:
         attention: Attention,
         proposer: DraftProposer | None = None,
         singles_first: bool = False,
+        states: StateCache | None = None,
     ):
         """Create a builder that plans steps with `attention`. `proposer` proposes drafts for the rows for
         which the router requests drafts of the shard. With `singles_first`, sequences with a single new token
-        come first in a step."""
+        come first in a step. `states` are those of a model with recurrent layers."""
         self.table = table
         self._block_size = table.block_size
         self._attention = attention
         self._proposer = proposer
         self._singles_first = singles_first
+        self.states = states
 
     def pack(self, request: pb.StepRequest) -> Batch | None:
         """Pack the step's work on rows that have not ended. Return None if there is none."""
@@ -199,7 +202,12 @@ class BatchBuilder:
             self._find_long(row) if self.table.limits.rope_switch_len else None,
             self.table.row_adapters.virtual_tokens("decoder", rows, starts, layout.begins),
             self.table.row_adapters.token_adapters(rows, layout.sequence),
+            None if self.states is None else self._step_states(self.states, rows, layout),
         )
+
+    def _step_states(self, states: StateCache, rows: Integers, layout: Layout) -> StepStates:
+        slots = self.table.rows["state_slot"][rows]
+        return StepStates(states, self._tensor(slots, np.int64), self._tensor(layout.begins, np.int64))
 
     def _find_long(self, row: Integers) -> Tensor | None:
         is_long = self.table.rows["opened_len"][row] > self.table.limits.rope_switch_len  # [num_tokens]

@@ -73,6 +73,7 @@ STATE = (
     Column("limit", "i8", Place.BOTH, _limit),  # length at which the row ends
     Column("num_blocks", "i8", Place.HOST, lambda message: 0),
     Column("encoder_len", "i8", Place.BOTH, lambda message: len(read_column(message.encoder_token_ids))),
+    Column("state_slot", "i8", Place.HOST, attrgetter("state_slot")),
     Column("logprobs", "?", Place.HOST, attrgetter("details.logprobs")),
     Column("ranks", "?", Place.HOST, attrgetter("details.ranks")),
     Column("top_n", "i8", Place.BOTH, attrgetter("details.top_n")),

@@ -71,6 +71,8 @@ class _CapturedStep:
         inputs.plan.copy_into(fixed.plan)
         if fixed.cross is not None and inputs.cross is not None:
             inputs.cross.copy_into(fixed.cross)
+        if fixed.states is not None and inputs.states is not None:
+            inputs.states.copy_into(fixed.states)
         self.graph.replay()
         return self.outputs
 

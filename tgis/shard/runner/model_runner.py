@@ -10,6 +10,7 @@ import torch
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.columns import read_column
@@ -63,6 +64,8 @@ class HostModelRunner:
         response = pb.StepResponse(step_id=request.step_id)
         for problem in close_and_open(request, self._table, self._guides):
             report_problem(response, problem, self._is_answering)
+        if (states := self._builder.states) is not None:
+            open_states(request, states)
         failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
         encoder_inputs = self._builder.pack_encoder(request.opened_rows)
         batch = self._builder.pack(request)
@@ -73,11 +76,31 @@ class HostModelRunner:
             if batch is not None:
                 outputs = self.forward(batch)
                 self._sampler.answer(batch.work, batch.inputs.adapters, outputs, response)
+        if states is not None:
+            save_states(request, states, self._table)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
 
     def _compute(self, rows: Integers) -> Outputs:
         return self.forward(self._builder.pack_work(self._builder.find_last(rows)))
+
+
+def open_states(request: pb.StepRequest, states: StateCache) -> None:
+    """Set the states of the opened rows, in the order of the message: a later row's slot may be an earlier
+    one's source."""
+    for message in request.opened_rows:
+        if message.state_source == -1:
+            states.clear(message.state_slot)
+        elif message.state_source != message.state_slot:
+            states.copy(message.state_source, message.state_slot)
+
+
+def save_states(request: pb.StepRequest, states: StateCache, table: RowTable) -> None:
+    """Copy the states after the step's work to the slots that the step names."""
+    saves = read_column(request.state_saves)
+    for row, slot in zip(read_column(request.rows), saves, strict=False):
+        if slot != -1:
+            states.copy(int(table.rows["state_slot"][row]), int(slot))
 
 
 def close_and_open(request: pb.StepRequest, table: RowTable, guides: Guides) -> Iterator[Problem]:

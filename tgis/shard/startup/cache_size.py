@@ -49,7 +49,7 @@ class CacheSizing:
     max_step_tokens: int
     block_bytes: int
     adapter_bytes: int
-    make_runner: Callable[[int], ModelRunner]  # called with the number of blocks
+    make_runner: Callable[[int, int], ModelRunner]  # called with the numbers of blocks and of states
     graph_sizes: Sequence[GraphSize] = ()  # sizes of steps to capture, sorted by number of tokens
 
     def make_sized_runner(self) -> ModelRunner:
@@ -58,7 +58,8 @@ class CacheSizing:
         Raises ProcessGroupError, UnsupportedModelError, ModelTooLargeError or CacheTooSmallError."""
         if self.on.is_memory_shared:
             budget = self._measure_growing()
-            return self.make_runner(self._plan_blocks(budget))
+            num_states = memory_plan.count_states(self.demand, self.block_bytes, budget.share)
+            return self.make_runner(self._plan_blocks(budget), num_states)
         try:
             budget, sizes = self._measure_largest()
             return self._make_with_graphs(budget, sizes)
@@ -68,6 +69,10 @@ class CacheSizing:
                 f"({self._largest_step.num_tokens} tokens) or for the cache; reduce --max-step-tokens, "
                 "--max-batch-size or --kv-cache-tokens"
             ) from error
+
+    def _make_small_runner(self) -> ModelRunner:
+        """Return a runner with one block and one state, which all rows of a warm-up share."""
+        return self.make_runner(1, min(self.demand.wanted_states, 1))
 
     def _plan_blocks(self, budget: MemoryBudget) -> int:
         return memory_plan.plan_blocks(self.demand, self.block_bytes, budget)
@@ -85,13 +90,15 @@ class CacheSizing:
 
     def _measure_growing(self) -> MemoryBudget:
         """Measure steps of increasing size and the memory that they leave."""
-        warm_up = self._warm_up(self.make_runner(1))
+        warm_up = self._warm_up(self._make_small_runner())
         warm_up.compile()
         self.on.memory.release_memory()
         left = self.on.memory_left(self.group)
 
         def is_enough(step: int) -> bool:
-            return self._budget(left, step).share >= self.demand.wanted_blocks * self.block_bytes
+            demand = self.demand
+            wanted = demand.wanted_blocks * self.block_bytes + demand.wanted_states * demand.state_bytes
+            return self._budget(left, step).share >= wanted
 
         budget = self._budget(left, warm_up.measure(self._largest_step, is_enough, left))
         memory_plan.check_budget(budget)
@@ -108,7 +115,7 @@ class CacheSizing:
     def _measure_largest(self) -> tuple[MemoryBudget, Sequence[GraphSize]]:
         """Measure the memory of the largest step and the graphs, and the memory that a runner's tables leave.
         Return the budget and the sizes of steps that can be captured."""
-        runner = self.make_runner(1)
+        runner = self._make_small_runner()
         warm_up = self._warm_up(runner)
         warm_up.compile(PLAIN)
         warm_up.compile()
@@ -170,7 +177,7 @@ class CacheSizing:
         """Build a runner and capture its steps. Return it and the bytes of memory that are missing."""
         gc.collect()  # an earlier runner may be part of a reference cycle
         self.on.memory.release_memory()
-        runner = self.make_runner(num_blocks)
+        runner = self.make_runner(num_blocks, 0)
         if sizes:
             assert isinstance(runner, CapturingRunner)
             runner.graphs.capture(sizes)

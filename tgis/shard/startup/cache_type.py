@@ -14,6 +14,7 @@ from tgis.shard.checkpoint.cache_scales import read_cache_scales
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.memory.kv_cache import CacheScale
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.startup.engine_choice import ONNX, Choice
 from tgis.shard.startup.platform import DeviceError, Platform
@@ -69,17 +70,19 @@ def _was_made_for_float8(settings: Mapping[str, Any], directory: Path) -> bool:
 
 
 def _read_scales(name: str, directory: Path, choice: Choice) -> list[CacheScale]:
-    num_layers = choice.spec.num_layers
+    spec = choice.spec
+    layers = spec.attention_layers if isinstance(spec, DecoderSpec) else range(spec.num_cache_layers)
     # The cache of an encoder-decoder has layers of self-attention and of cross attention.
-    scales: list[CacheScale | None] = [None] * num_layers
-    if not choice.spec.is_encoder_decoder:
-        scales = read_cache_scales(directory, num_layers)
+    scales: list[CacheScale | None] = [None] * len(layers)
+    if not spec.is_encoder_decoder:
+        stored = read_cache_scales(directory, max(layers) + 1)
+        scales = [stored[layer] for layer in layers]
     missing = scales.count(None)
     if not missing:
         logger.info("the KV cache uses %s with the checkpoint's scales", name)
     else:
         logger.info(
             "the KV cache uses %s; the checkpoint has no scales for %d of %d layers, which use 1",
-            *(name, missing, num_layers),
+            *(name, missing, len(layers)),
         )
     return [scale or CacheScale() for scale in scales]

@@ -1,11 +1,11 @@
 """Chooses a model's engine: a native family if possible, else transformers' code; ONNX Runtime on request."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,7 @@ from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
 from tgis.shard.quant.schemes.none import UNQUANTIZED
+from tgis.shard.quant.smoothing import NO_FACTORS, Factors
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +33,21 @@ TRANSFORMERS = "hf_transformers"
 ONNX = "hf_optimum_ort"
 
 
+class Loader(Protocol):
+    def __call__(
+        self, group: ProcessGroup, dtype: torch.dtype, kernels: Kernels, /, *, factors: Factors = NO_FACTORS
+    ) -> Model:
+        """Load the model. Only the native engine uses the kernels and the factors, which smooth activations.
+        Raises UnsupportedModelError and WeightsError."""
+
+
 @dataclass(frozen=True)
 class Choice:
-    """Engine for a model. `load` raises UnsupportedModelError and WeightsError."""
+    """Engine for a model."""
 
     engine: str
     spec: ModelSpec  # derived from the configuration; the loaded model's own spec takes precedence
-    load: Callable[[ProcessGroup, torch.dtype, Kernels], Model]  # only the native engine uses the kernels
+    load: Loader
     dtype: torch.dtype | None = None  # of weights and cache, if the model fixes it
     weight_bytes: int | None = None  # if different from the size of the checkpoint's tensors
     table_elements: int = 0  # elements of the embedding, which keeps its type if other weights are quantized
@@ -138,7 +147,7 @@ def _choose_transformers(
             "this model runs through transformers' code, which is slower than a native family: %s", reason
         )
 
-    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels) -> Model:
+    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels, **unused: Factors) -> Model:
         try:
             return hf_transformers.load(directory, spec, group, dtype, trust_remote_code, rope)
         except (UnsupportedModelError, WeightsError) as error:
@@ -157,6 +166,10 @@ def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str 
         return "it is an encoder-decoder model"
     if spec.slopes:
         return "it uses ALiBi"
+    if spec.mamba:
+        return "it keeps a state other than keys and values"
+    if spec.sinks:
+        return "it has attention sinks"
     if model_type in falcon.MODEL_TYPES:
         return "its code does not use the attention interface"
     if spec.chunks:
@@ -171,7 +184,7 @@ def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str 
 def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
     spec = onnx_runtime.make_spec(directory, settings)
 
-    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels) -> Model:
+    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels, **unused: Factors) -> Model:
         return onnx_runtime.load(spec, group, torch.get_num_threads())
 
     return Choice(ONNX, spec, load, spec.dtype, spec.weight_bytes)

@@ -24,9 +24,8 @@ class HostRunners:
         attention = self.attention(parts.cache)
         table = RowTable(parts.max_rows, parts.limits, on.device, parts.adapters)
         forward = self._make_forward(parts.model, attention, parts.can_capture)
-        return HostModelRunner(
-            forward, BatchBuilder(table, attention), parts.guides, parts.info, parts.adapters
-        )
+        builder = BatchBuilder(table, attention, states=parts.states)
+        return HostModelRunner(forward, builder, parts.guides, parts.info, parts.adapters)
 
     def _make_forward(self, model: Model, attention: Attention, can_capture: bool) -> Forward:
         if not (self.captures_steps and can_capture):

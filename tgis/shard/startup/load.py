@@ -24,10 +24,13 @@ from tgis.shard.collectives import CPU, LOOPBACK, ProcessGroup, ProcessGroupErro
 from tgis.shard.kernels.cpu.jit.cache import use_cache_home
 from tgis.shard.memory.host_limits import release_memory
 from tgis.shard.memory.kv_cache import bytes_per_block
+from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
+from tgis.shard.models.parts.mamba import find_state_shape
 from tgis.shard.models.rope_option import read_rope_option
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
+from tgis.shard.quant.smoothing import NO_FACTORS
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
@@ -36,7 +39,7 @@ from tgis.shard.startup import choose_platform, engine_choice, memory_plan
 from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.cache_type import CacheType, choose_cache_type
 from tgis.shard.startup.engine_choice import Choice
-from tgis.shard.startup.memory_plan import GIB, Demand, MemoryBudget
+from tgis.shard.startup.memory_plan import GIB, MIB, Demand, MemoryBudget
 from tgis.shard.startup.platform import Platform, RunnerParts, configure_torch
 from tgis.shard.startup.quantize import check as quantize_check
 from tgis.shard.startup.quantize import probe as quantize_probe
@@ -89,6 +92,7 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
         max_batch_size=config.max_batch_size,
         kv_cache_tokens=config.kv_cache_tokens,
         is_encoder_decoder=choice.spec.is_encoder_decoder,
+        state_bytes=_count_state_bytes(config, choice, on),
     )
     limits = adapter_limits(config, choice.is_native, length)
     dtype_name = _choose_dtype(config.dtype, settings, choice, on.device)
@@ -122,10 +126,11 @@ class LoadPlan:
         guides = self.start_guides()
         group = group or _connect(config, on.device)
         self.check_fit(group)
+        probe = self._open_probe(group)
         before = on.memory.memory_used()
-        model = self.choice.load(group, self.dtype, on.kernels)
+        factors = probe.factors if probe is not None else NO_FACTORS
+        model = self.choice.load(group, self.dtype, on.kernels, factors=factors)
         _check_length(model.spec, demand.max_sequence_length)
-        probe = self._open_probe(model.spec, group)
         release_memory()
         weight_gib = (on.memory.memory_used() - before) / GIB
         guides.wait_until_ready()  # so that the measurement of a step below excludes the tokenizer's memory
@@ -133,6 +138,12 @@ class LoadPlan:
             on.kernels.prepare_adapters()
         loaded = _Loaded(self, info, model, group, guides, open_adapters(config, model))
         runner = loaded.sizing().make_sized_runner()
+        if runner.info.num_states:
+            logger.info(
+                "states of sequences take %.2f GiB (float32): %d of %.2f MiB",
+                runner.info.num_states * demand.state_bytes / GIB,
+                *(runner.info.num_states, demand.state_bytes / MIB),
+            )
         if probe is not None:
             quantize_probe.warn_of_loss(probe, runner, config)
         on.compiler.finish()
@@ -147,9 +158,10 @@ class LoadPlan:
         )
         return runner
 
-    def _open_probe(self, spec: ModelSpec, group: ProcessGroup) -> Probe | None:
+    def _open_probe(self, group: ProcessGroup) -> Probe | None:
         longest = min(self.demand.max_sequence_length - 1, self.config.max_step_tokens)
-        return quantize_probe.open_probe(self.config, self.settings, spec, group, self.dtype, longest)
+        what = (self.config, self.settings, self.choice.spec, group, self.dtype, self.on.kernels)
+        return quantize_probe.open_probe(*what, longest)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -277,7 +289,7 @@ class _Loaded:
             graph_sizes=self.graph_sizes,
         )
 
-    def make_runner(self, num_blocks: int) -> ModelRunner:
+    def make_runner(self, num_blocks: int, num_states: int) -> ModelRunner:
         spec = self.model.spec
         demand = self.plan.demand
         on = self.plan.on
@@ -290,8 +302,9 @@ class _Loaded:
             num_blocks + on.num_dummy_blocks,
             cache_type.scales,
         )
-        info = pb.InfoResponse(num_blocks=num_blocks)
+        info = pb.InfoResponse(num_blocks=num_blocks, num_states=num_states)
         info.MergeFrom(self.info)
+        shape = find_state_shape(spec, self.group.size)
         limits = RowLimits(
             demand.max_sequence_length,
             demand.block_size,
@@ -302,6 +315,7 @@ class _Loaded:
         parts = RunnerParts(
             self.model,
             cache,
+            None if shape is None else StateCache(shape, num_states, self.group.device),
             self.guides,
             self.adapters,
             info,
@@ -310,6 +324,17 @@ class _Loaded:
             self.can_capture,
         )
         return on.make_runner(on, parts)
+
+
+def _count_state_bytes(config: ShardConfig, choice: Choice, on: Platform) -> int:
+    """Return the bytes of a sequence's state on one rank; 0 if the model keeps none. Raises
+    UnsupportedModelError."""
+    shape = find_state_shape(choice.spec, config.world_size)
+    if shape is None:
+        return 0
+    if on.device.type != "cpu":
+        raise UnsupportedModelError("models with Mamba layers run only on CPUs: set --device cpu")
+    return shape.num_bytes
 
 
 def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Platform:

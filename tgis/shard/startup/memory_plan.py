@@ -36,6 +36,7 @@ class Demand:
     max_batch_size: int
     kv_cache_tokens: int | None
     is_encoder_decoder: bool = False
+    state_bytes: int = 0  # of one sequence's state on one rank; 0: the model keeps none
 
     @property
     def blocks_per_request(self) -> int:
@@ -52,6 +53,11 @@ class Demand:
         if self.kv_cache_tokens is None:
             return maximum
         return min(maximum, self.kv_cache_tokens // self.block_size)
+
+    @property
+    def wanted_states(self) -> int:
+        """Number of states of the largest batch, and as many snapshots."""
+        return 2 * self.max_batch_size if self.state_bytes else 0
 
 
 @dataclass(frozen=True)
@@ -143,16 +149,30 @@ def allocate(
     num_blocks: int,
     scales: Sequence[CacheScale] = (),
 ) -> KVCache:
-    sizes = (shape.num_layers, num_blocks, block_size, local_kv_heads(shape, group), shape.head_dim)
+    sizes = (shape.num_cache_layers, num_blocks, block_size, local_kv_heads(shape, group), shape.head_dim)
     return KVCache(*sizes, dtype, group.device, scales)
 
 
 def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:
+    share -= count_states(demand, block_bytes, share) * demand.state_bytes
     return min(demand.wanted_blocks, share // block_bytes)
+
+
+def count_states(demand: Demand, block_bytes: int, share: int) -> int:
+    """Return the number of states that fit into the half of a cache, or into what its blocks leave."""
+    if not demand.wanted_states:
+        return 0
+    room = max(share // 2, share - demand.wanted_blocks * block_bytes)
+    return min(demand.wanted_states, room // demand.state_bytes)
 
 
 def check_blocks(demand: Demand, num_blocks: int, block_bytes: int, budget: MemoryBudget) -> None:
     """Raise CacheTooSmallError unless one request of maximum length fits."""
+    if demand.state_bytes and not count_states(demand, block_bytes, budget.share):
+        raise CacheTooSmallError(
+            f"the state of one request takes {demand.state_bytes / MIB:.2f} MiB, but the cache has only half "
+            f"of {budget.share / MIB:.0f} MiB ({_explain_budget(budget)}) for states"
+        )
     if num_blocks >= demand.blocks_per_request:
         return
     needed = demand.blocks_per_request * block_bytes

@@ -16,6 +16,7 @@ from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels
 from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import Model
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
@@ -71,6 +72,7 @@ class RunnerParts:
 
     model: Model
     cache: KVCache
+    states: StateCache | None  # of a model with recurrent layers
     guides: Guides
     adapters: LoadedAdapters
     info: pb.InfoResponse

@@ -10,7 +10,9 @@ from tgis.router.api.openai.chat.answer_form import AnswerForm, read_answer_form
 from tgis.router.api.openai.chat.answers import read_answer
 from tgis.router.api.openai.chat.tools import read_tool_use
 from tgis.router.api.openai.chat.types import ChatRequest, Tool
+from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.service import Result
+from tgis.router.chat.formats import harmony
 from tgis.router.chat.formats.registry import REASONING_FORMATS, TOOL_FORMATS, ChatFormats
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
@@ -44,7 +46,7 @@ TEXTS = {
     f"{D['call begin']}now{D['sep']}{{}}{D['call end']}{D['calls end']}",
 }
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>"]
-MARKS += [*D.values(), "<think>", "</think>", "[THINK]", "[/THINK]"]
+MARKS += [*D.values(), "<think>", "</think>", "[THINK]", "[/THINK]", *harmony.MARKS]
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +68,10 @@ def make_form(tokenizer: Tokenizer, formats: ChatFormats, prompt: str, body: Cha
     return form
 
 
-def takes(tokenizer: Tokenizer, form: AnswerForm, text: str) -> bool:
-    rules = form.rules(is_constrained=False)
+def takes(tokenizer: Tokenizer, form: AnswerForm, text: str, text_grammar: str | None = None) -> bool:
+    rules = form.rules(is_constrained=text_grammar is not None)
     assert rules is not None
-    grammar = write_answer_grammar(rules, None, lambda token_id: token_id)
+    grammar = write_answer_grammar(rules, text_grammar, lambda token_id: token_id)
     matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=1), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -91,7 +93,7 @@ def read(
 
 
 @pytest.mark.parametrize("are_marks", [False, True])
-@pytest.mark.parametrize("kind", [each.name for each in TOOL_FORMATS])
+@pytest.mark.parametrize("kind", [each.name for each in TOOL_FORMATS if not each.is_channel])
 def test_calls_of_every_format(kind: str, are_marks: bool, vocabularies: dict[bool, Tokenizer]) -> None:
     tokenizer, text = vocabularies[are_marks], TEXTS[kind]
     formats = ChatFormats(next(each for each in TOOL_FORMATS if each.name == kind))
@@ -109,7 +111,7 @@ def test_calls_of_every_format(kind: str, are_marks: bool, vocabularies: dict[bo
 
 
 @pytest.mark.parametrize("are_marks", [False, True])
-@pytest.mark.parametrize("kind", [each.name for each in REASONING_FORMATS])
+@pytest.mark.parametrize("kind", [each.name for each in REASONING_FORMATS if not each.is_channel])
 def test_reasoning_of_every_format(kind: str, are_marks: bool, vocabularies: dict[bool, Tokenizer]) -> None:
     tokenizer, hermes = vocabularies[are_marks], TEXTS["hermes"]
     tools = next(each for each in TOOL_FORMATS if each.name == "hermes")
@@ -126,3 +128,70 @@ def test_reasoning_of_every_format(kind: str, are_marks: bool, vocabularies: dic
     )
     assert takes(tokenizer, form, hermes)
     assert read(form, hermes, tokenizer) == (None, None, CALLS)
+
+
+HARMONY_CHATS = ChatFormats(harmony.HARMONY, harmony.HARMONY_REASONING)
+ASKED = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
+THOUGHT = "<|channel|>analysis<|message|>hm, hm<|end|><|start|>assistant"
+COMMENT = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>hello"
+MESSAGE_CALLS = (
+    '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Bonn"}',
+    ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Bonn"}',
+)
+
+
+@pytest.mark.parametrize("call", MESSAGE_CALLS)
+def test_calls_in_messages(call: str, vocabularies: dict[bool, Tokenizer]) -> None:
+    tokenizer = vocabularies[True]
+    for choice in ("auto", "required"):
+        body = ChatRequest(messages=[], tools=TOOLS, tool_choice=choice)
+        form = make_form(tokenizer, HARMONY_CHATS, ASKED, body)
+        for before in ("", THOUGHT, THOUGHT * 2):
+            assert takes(tokenizer, form, before + call)
+            assert not takes(tokenizer, form, before + call.replace("Bonn", "Bern"))
+            assert takes(tokenizer, form, before + FINAL) == (choice == "auto")
+            assert takes(tokenizer, form, before + COMMENT + call) == (choice == "auto")
+        assert not takes(tokenizer, form, "hello")
+    assert read(form, THOUGHT + call, tokenizer) == ("hm, hm", None, CALLS[:1])
+    assert read(form, COMMENT + call, tokenizer) == (None, "I look.", CALLS[:1])
+    assert read(form, THOUGHT + FINAL, tokenizer) == ("hm, hm", "hello", [])
+
+
+def test_limits_of_reasoning_in_messages(vocabularies: dict[bool, Tokenizer]) -> None:
+    tokenizer = vocabularies[True]
+    num_tokens = len(tokenizer.encode("hm, hm", add_special_tokens=False).ids)
+    for limit, is_allowed in ((0, False), (num_tokens - 1, False), (num_tokens, True)):
+        body = ChatRequest(messages=[], max_reasoning_tokens=limit)
+        form = make_form(tokenizer, HARMONY_CHATS, ASKED, body)
+        assert takes(tokenizer, form, FINAL)
+        assert takes(tokenizer, form, THOUGHT + FINAL) == is_allowed
+        begun = make_form(tokenizer, HARMONY_CHATS, f"{ASKED}<|channel|>analysis<|message|>", body)
+        assert takes(tokenizer, begun, THOUGHT.partition("<|message|>")[2] + FINAL) == is_allowed
+
+
+def test_constraints_apply_to_the_content_of_messages(vocabularies: dict[bool, Tokenizer]) -> None:
+    tokenizer, one = vocabularies[True], 'start: "one"'
+    form = make_form(tokenizer, HARMONY_CHATS, ASKED, ChatRequest(messages=[]))
+    content = FINAL.replace("hello", "one")
+    for before in ("", THOUGHT):
+        assert takes(tokenizer, form, before + content, one)
+        assert not takes(tokenizer, form, before + FINAL, one)
+    continued = make_form(
+        tokenizer, HARMONY_CHATS, f"{ASKED}<|channel|>final<|message|>", ChatRequest(messages=[])
+    )
+    assert takes(tokenizer, continued, "one", one)
+    assert read(continued, "one", tokenizer) == (None, "one", [])
+
+
+def test_marks_of_messages_are_shown(vocabularies: dict[bool, Tokenizer]) -> None:
+    """Also for models whose reasoning is content."""
+    for formats in (HARMONY_CHATS, ChatFormats(harmony.HARMONY)):
+        form = make_form(vocabularies[True], formats, ASKED, ChatRequest(messages=[]))
+        assert form.mark_ids == {vocabularies[True].token_to_id(mark) for mark in harmony.MARKS}
+
+
+def test_messages_need_tokens_for_their_marks(vocabularies: dict[bool, Tokenizer]) -> None:
+    for body in (ChatRequest(messages=[], tools=TOOLS), ChatRequest(messages=[], max_reasoning_tokens=5)):
+        with pytest.raises(ApiError, match="has no tokens"):
+            make_form(vocabularies[False], HARMONY_CHATS, ASKED, body)

@@ -10,8 +10,10 @@ import pytest
 from tests.support.answers import Answer, parse, to_answer
 from tests.support.chats import FAMILIES, SPECIAL_TOKENS, template_text
 from tgis.config.serving import ServingOptions
+from tgis.router.chat.answers.messages import MessageParser
 from tgis.router.chat.answers.parser import AnswerParser
 from tgis.router.chat.environment import make_environment
+from tgis.router.chat.formats.harmony import find_open_message
 from tgis.router.chat.formats.registry import REASONING_FORMATS, TOOL_FORMATS, ChatFormats, choose_formats
 from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
 from tgis.router.errors import StartupError
@@ -23,6 +25,7 @@ EXPECTED = {
     "deepseek_hybrid": ("deepseek_v31", "think"),
     "deepseek_reasoning": (None, "think"),
     "deepseek_tools": ("deepseek_v3", None),
+    "gpt_oss": ("harmony", "harmony"),
     "granite_tools": ("granite", "granite"),
     "llama3_tools": ("llama3", None),
     "mistral_reasoning": ("mistral_v11", "mistral"),
@@ -38,12 +41,14 @@ PUBLISHED = {
     "llama3": """"Environment: ipython\\n" {{- '{"name": "' + name + '", ' }}{{- '"parameters": ' }}""",
     None: "'<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>\\nvalue_1\\n'",
 }
-ONE_CALL = {"llama3_tools"}
+ONE_CALL = {"gpt_oss", "llama3_tools"}
 NO_CONTENT = {"llama3_tools", "mistral_tools"}
 ENDS = (
     "</s>",
     "<|end|>\n",
     "<|end|>",
+    "<|call|>",
+    "<|return|>",
     "<|im_end|>\n",
     "<|end_of_text|>\n",
     "<|eot|>",
@@ -52,6 +57,7 @@ ENDS = (
 USER = {"role": "user", "content": "Hello"}
 ARGUMENTS = [{}, {"q": 'a}"]</tool_call>é\n', "n": [1, {"x": None}]}]
 NAMES = ("look_up", "add")
+REASONING = ["qwen3", "smollm3", "granite_tools", "mistral_reasoning", "deepseek_hybrid", "gpt_oss"]
 CHECKED = [family for family in EXPECTED if EXPECTED[family][0]]
 
 
@@ -88,11 +94,14 @@ def message_of(content: str | None, calls: list[tuple[str, Any]], reasoning: str
 
 
 def read(formats: ChatFormats, prompt: str, text: str) -> Answer:
-    reasoning = formats.reasoning
+    tools, reasoning = formats
+    if tools is not None and tools.is_channel:
+        opened = find_open_message(prompt)
+        return to_answer(parse(MessageParser(opened, reasoning is not None, set(NAMES)), text))
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
         reasoning = None
     has_begun = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
-    pieces = parse(AnswerParser(reasoning, has_begun, formats.tools, set(NAMES)), text)
+    pieces = parse(AnswerParser(reasoning, has_begun, tools, set(NAMES)), text)
     return to_answer(pieces)
 
 
@@ -123,9 +132,7 @@ def test_calls_of_a_history_are_read_back(family: str) -> None:
         assert read(formats, prompt, answer) == (content, calls, "")
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3", "smollm3", "granite_tools", "mistral_reasoning", "deepseek_hybrid"]
-)
+@pytest.mark.parametrize("family", REASONING)
 @pytest.mark.parametrize("calls", [[], [("add", {})]])
 def test_reasoning_of_a_history_is_read_back(family: str, calls: list[tuple[str, Any]]) -> None:
     formats = find(template_text(family))

@@ -27,7 +27,8 @@ from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 SLOPES, BIAS = torch.linspace(0.01, 0.3, 9), torch.linspace(-1, 1, 9 * 41).view(9, 41)
-BENT = replace(PLAIN, window=90, soft_cap=3.0, slopes=SLOPES, bias=BIAS)  # of nine heads
+SINKS = torch.linspace(-1, 2, 9)
+BENT = replace(PLAIN, window=90, soft_cap=3.0, slopes=SLOPES, bias=BIAS, sinks=SINKS)  # of nine heads
 
 
 @pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)

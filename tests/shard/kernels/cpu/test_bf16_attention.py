@@ -51,9 +51,11 @@ def make_scene(kernels: CacheKernels, shape: Shape, lengths: list[int]) -> Scene
     return scene
 
 
-def attend_to_one_head(q: Tensor, k: Tensor, v: Tensor, bend: Tensor, scoring: Scoring) -> Tensor:
+def attend_to_one_head(
+    q: Tensor, k: Tensor, v: Tensor, bend: Tensor, sink: Tensor, scoring: Scoring
+) -> Tensor:
     """Return the attention of one query, [head_dim], to keys and values [length, head_dim], rounded where the
-    arithmetic rounds. `bend` is added to the scores."""
+    arithmetic rounds. `bend` is added to the scores; `sink` is the score of a key without a value."""
     scores = k.bfloat16().double() @ (q * scoring.scale).bfloat16().double()
     if scoring.soft_cap:
         scores = scoring.soft_cap * (scores / scoring.soft_cap).tanh()
@@ -65,7 +67,7 @@ def attend_to_one_head(q: Tensor, k: Tensor, v: Tensor, bend: Tensor, scoring: S
         weights, growth = (scores[span] - maximum).exp().bfloat16().double(), (before - maximum).exp()
         total = total * growth + weights @ v[span].bfloat16().double()
         weight_sum = weight_sum * growth + weights.sum()
-    return total / weight_sum
+    return total / (weight_sum + (sink - maximum).exp())
 
 
 def expect(scene: Scene, sequence: int, position: int, head: int, scoring: Scoring) -> Tensor:
@@ -84,7 +86,9 @@ def expect(scene: Scene, sequence: int, position: int, head: int, scoring: Scori
         bend[distance <= -scoring.window] = -torch.inf
     if scoring.chunk:
         bend[: position - position % scoring.chunk] = -torch.inf
-    return attend_to_one_head(scene.q[first][position, head], k[:end], v[:end], bend, scoring)
+    sink = torch.tensor(-torch.inf) if scoring.sinks is None else scoring.sinks[head]
+    q = scene.q[first][position, head]
+    return attend_to_one_head(q, k[:end], v[:end], bend, sink.double(), scoring)
 
 
 def check(scene: Scene, scoring: Scoring) -> None:

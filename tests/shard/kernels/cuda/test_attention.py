@@ -27,11 +27,20 @@ ALL_SHAPES = [
     for name, shape in (SHAPES | MORE_SHAPES).items()
 ]
 BENT = replace(PLAIN, **SCORINGS["all"])
-BENT_OF_SIX = replace(BENT, slopes=torch.linspace(0.01, 0.3, 6), bias=torch.linspace(-1, 1, 6 * 5).view(6, 5))
+SIX = {"slopes": torch.linspace(0.01, 0.3, 6), "bias": torch.linspace(-1, 1, 6 * 5).view(6, 5)}
+BENT_OF_SIX = replace(BENT, **SIX, sinks=torch.linspace(-1, 2, 6))
 
 
 # Covered by "all", "not_causal_bias" and the windows of test_lengths_around_segments.
-COVERED = {"wide_window", "wide_chunk", "chunk_of_one", "soft_cap", "slopes", "not_causal"}
+COVERED = {
+    "wide_window",
+    "wide_chunk",
+    "chunk_of_one",
+    "soft_cap",
+    "slopes",
+    "window_and_sinks",
+    "not_causal",
+}
 
 
 def list_scorings() -> list[object]:

@@ -19,7 +19,7 @@ from tests.support.greedy import generate
 from tests.support.shard import other_device
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import Request, Router, configure
-from tests.support.shard.family_cases.all import CASES, family_of, has_experts
+from tests.support.shard.family_cases.all import CASES, family_of, has_experts, runs_on_gpus
 from tests.support.shard.family_oracle import NEW_TOKENS, Oracle, check, draw_inputs, load_model
 from tests.support.shard.messages import GREEDY
 from tgis.shard.collectives import CPU, ProcessGroup
@@ -34,7 +34,7 @@ DETAILS = {"logprobs": True, "ranks": True}
 
 def plan() -> Iterator[object]:
     """Return all cases; `make test` runs the first of each family."""
-    for _, cases in groupby(CASES, family_of):
+    for _, cases in groupby(filter(runs_on_gpus, CASES), family_of):
         for i, case in enumerate(cases):
             yield pytest.param(case, marks=[pytest.mark.slow] if i else [])
 

@@ -11,6 +11,7 @@ from tests.support.cuda.interpreter import interpreted
 from tests.support.cuda.poisoned import guard, is_guarded
 from tgis.shard.kernels.cuda import gate
 from tgis.shard.kernels.portable.ops import ACTIVATIONS
+from tgis.shard.layers.activation import CLAMPED_SWIGLU
 
 COMPUTE: dict[str, Callable[..., Tensor]] = {"kernel": interpreted().gate, "twin": gate.plain}
 each_way = pytest.mark.parametrize("compute", COMPUTE.values(), ids=COMPUTE)
@@ -50,6 +51,18 @@ def test_activations(name: str, is_gated: bool, compute: Callable[..., Tensor]) 
     check(compute(x, name, is_gated), before, name, is_gated)
     assert torch.equal(x, before)
     assert is_guarded(x)
+
+
+@each_way
+def test_clamped_gates(compute: Callable[..., Tensor]) -> None:
+    gate, up = torch.linspace(-30, 30, 602).repeat(2, 1), torch.linspace(20, -20, 602).repeat(2, 1)
+    clamped = DEFINITIONS["quick_gelu"](gate.double().clamp(max=7))
+    expected = clamped * (up.double().clamp(-7, 7) + 1)
+    x = torch.cat((gate, up), -1)
+    torch.testing.assert_close(compute(x, CLAMPED_SWIGLU, True).double(), expected, rtol=4e-6, atol=4e-6)
+    x[0, 0] = x[1, 602] = torch.nan
+    is_nan = compute(x, CLAMPED_SWIGLU, True).isnan()
+    assert is_nan.nonzero().tolist() == [[0, 0], [1, 0]]
 
 
 @each_way

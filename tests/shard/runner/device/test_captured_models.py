@@ -14,7 +14,7 @@ from tests.support.cuda.fake_graph import FakeStream
 from tests.support.cuda.graph_sizes import of_rows
 from tests.support.cuda.interpreter import interpreted
 from tests.support.shard.checkpoints import write_model
-from tests.support.shard.family_cases.all import CASES, has_experts
+from tests.support.shard.family_cases.all import CASES, has_experts, runs_on_gpus
 from tests.support.shard.stepping import ALONE, read_config
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import Implementations
@@ -29,7 +29,7 @@ SIZES = (2, MAX_ROWS)
 QUICK = ("llama_grouped_queries",)
 # Sliding windows and soft caps, an encoder, ALiBi slopes, position embeddings, and two rotary tables.
 OTHERS = ("gemma2", "t5", "bloom", "opt", "phi3_short_and_long")
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "granitemoe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "granitemoe", "granitemoe_swa", "gpt_oss")
 
 
 def load(directory: Path, case: str, kernels: Implementations, dtype: torch.dtype = torch.float32) -> Any:
@@ -75,7 +75,7 @@ def compare(
 
 
 def list_cases() -> list[object]:
-    cases = [case for case in CASES if not has_experts(case)]
+    cases = [case for case in CASES if runs_on_gpus(case) and not has_experts(case)]
     return [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in cases]
 
 

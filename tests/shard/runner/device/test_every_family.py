@@ -15,7 +15,7 @@ from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import Request, Router, configure
-from tests.support.shard.family_cases.all import CASES, has_experts
+from tests.support.shard.family_cases.all import CASES, has_experts, runs_on_gpus
 from tests.support.shard.family_oracle import NEW_TOKENS, Answer, Oracle, check, draw_inputs
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
@@ -32,7 +32,7 @@ QUICK = {"gemma2", "granitemoe", "phi3_short_and_long", "t5"}
 
 
 def plan() -> Iterator[object]:
-    for case in CASES:
+    for case in filter(runs_on_gpus, CASES):
         yield pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow])
 
 

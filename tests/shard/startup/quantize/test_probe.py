@@ -1,6 +1,8 @@
-"""The check of rounded weights at the start: its reference against transformers, and its log lines."""
+"""The check of rounded weights at the start: its reference against transformers, its log lines, and the
+factors that it finds for activations."""
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.support.shard.driver import configure
 from tests.support.shard.ranks import Ranks
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.shard.collectives import ProcessGroup
+from tgis.shard.kernels.cpu.ops import CpuKernels
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models import registry
 from tgis.shard.models.spec import DecoderSpec
@@ -35,9 +38,9 @@ def write(directory: Path, **overrides: Any) -> Path:
     return directory
 
 
-def add_outliers(directory: Path) -> None:
-    """Multiply two columns of the matrices after each norm by 300, and divide the norm's weights there, so
-    that the unrounded model stays the same."""
+def add_outliers(directory: Path, factor: float = 300) -> None:
+    """Multiply two columns of the matrices after each norm by a factor, and divide the norm's weights there,
+    so that the unrounded model stays the same."""
     content = load_file(directory / "model.safetensors")
     followers = {
         "input_layernorm": ("q_proj", "k_proj", "v_proj"),
@@ -45,10 +48,10 @@ def add_outliers(directory: Path) -> None:
     }
     for layer in range(SMALL["num_hidden_layers"]):
         for norm, names in followers.items():
-            content[f"model.layers.{layer}.{norm}.weight"][3::16] /= 300
+            content[f"model.layers.{layer}.{norm}.weight"][3::16] /= factor
             for key in content:
                 if f".layers.{layer}." in key and any(f".{name}" in key for name in names):
-                    content[key][:, 3::16] *= 300
+                    content[key][:, 3::16] *= factor
     save_file(content, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -56,7 +59,7 @@ def score(group: ProcessGroup, directory: Path) -> torch.Tensor:
     config = stepping.read_config(directory)
     spec = registry.make_spec(config)
     assert isinstance(spec, DecoderSpec)
-    return score_prompt(directory, config, spec, group, torch.float32, IDS)
+    return score_prompt(directory, config, spec, group, torch.float32, IDS).logprobs
 
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
@@ -82,25 +85,71 @@ def list_probe_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     return [(record.levelno, record.message) for record in caplog.records if TEXT in record.message]
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_a_model_with_outliers_gives_one_warning(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def read_figure(caplog: pytest.LogCaptureFixture, level: int) -> float:
+    """Return the difference in the only line of a check."""
+    [(actual, text)] = list_probe_lines(caplog)
+    caplog.clear()
+    assert actual == level
+    return float(text.partition(f"{TEXT} ")[2].split()[0])
+
+
+def find_factors(group: ProcessGroup, directory: Path, **options: Any) -> dict[str, torch.Tensor]:
+    config = stepping.read_config(directory)
+    chosen = configure(directory, no_quantize_check=True, **{"quantize": "int8", **options})
+    kernels = CpuKernels(chosen.activations is not None)
+    spec = registry.make_spec(config)
+    probe = open_probe(chosen, config, spec, group, torch.float32, kernels, 100)
+    return dict(probe.factors) if probe is not None else {}
+
+
+@pytest.mark.parametrize("factor", [300, 1 / 300])
+def test_outliers_of_weights_or_activations_are_smoothed(
+    factor: float, ranks: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = write(tmp_path)
     with caplog.at_level(logging.INFO):
-        load(configure(directory, quantize=name))
+        load(configure(directory, quantize="int8"))
+        usual = read_figure(caplog, logging.INFO)
+        before = find_factors(stepping.ALONE, directory)
+        add_outliers(directory, factor)
+        load(configure(directory, quantize="int8"))
+        assert read_figure(caplog, logging.INFO) <= 1.5 * usual
+    [expected] = ranks.run(1, find_factors, directory)
+    ratios = torch.stack([expected[path] / before[path] for path in expected if path.startswith("blocks")])
+    assert (ratios[:, 3::16] / ratios[:, :1]).log2().add(math.log2(factor)).abs().max() <= 1
+    for actual in ranks.run(2, find_factors, directory):
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[path], expected[path]) for path in expected)
+
+
+def test_only_activations_that_are_rounded_to_8_bits_are_smoothed(tmp_path: Path) -> None:
+    directory = write(tmp_path)
+
+    def has_factors(**options: Any) -> bool:
+        return bool(find_factors(stepping.ALONE, directory, **options))
+
+    assert has_factors(quantize="bitsandbytes", activations="int8")
+    assert not has_factors(quantize="bitsandbytes")
+    for name in ("int4", "fp8", "bitsandbytes-nf4"):
+        assert not has_factors(quantize=name, activations="int8")
+
+
+def test_a_model_with_outliers_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = write(tmp_path)
+    with caplog.at_level(logging.INFO):
+        load(configure(directory, quantize="int4"))
         [(level, text)] = list_probe_lines(caplog)
         assert level == logging.INFO
-        assert text.startswith(f"--quantize {name} {TEXT} 0.")
+        assert text.startswith(f"--quantize int4 {TEXT} 0.")
         caplog.clear()
         add_outliers(directory)
-        load(configure(directory, quantize=name))
+        load(configure(directory, quantize="int4"))
         [(level, text)] = list_probe_lines(caplog)
         assert level == logging.WARNING
-        figure = float(text.removeprefix(f"--quantize {name} {TEXT} ").split()[0])
-        assert figure > USUAL[name]
+        figure = float(text.removeprefix(f"--quantize int4 {TEXT} ").split()[0])
+        assert figure > USUAL["int4"]
         caplog.clear()
-        load(configure(directory, quantize=name, no_quantize_check=True))
+        load(configure(directory, quantize="int4", no_quantize_check=True))
         load(configure(directory))
         assert not list_probe_lines(caplog)
 
@@ -118,11 +167,14 @@ def test_what_cannot_be_checked_is_left_out(tmp_path: Path, caplog: pytest.LogCa
     (machine / "proc" / "self" / "cgroup").write_text("")
     (machine / "proc" / "meminfo").write_text("MemAvailable: 20 kB\n")
     chosen = configure(directory, quantize="int4")
-    arguments = (chosen, config, spec, stepping.ALONE, torch.float32, 100)
+    arguments = (chosen, config, spec, stepping.ALONE, torch.float32, CpuKernels(), 100)
     assert open_probe(*arguments) is not None
     with caplog.at_level(logging.INFO):
         assert open_probe(*arguments, HostMemory(machine)) is None
         assert "--quantize int4 is not checked: the checkpoint takes 0.0 GiB" in caplog.text
         (directory / "tokenizer.json").write_text("{")
         assert open_probe(*arguments) is None
-    assert caplog.text.count("--quantize int4 is not checked: ") == 2
+        assert caplog.text.count("--quantize int4 is not checked: ") == 2
+        assert "without smoothing" not in caplog.text
+        assert not find_factors(stepping.ALONE, directory)
+    assert "activations are rounded to 8 bits without smoothing" in caplog.text

@@ -28,3 +28,9 @@ def family_of(case: str) -> str:
 def has_experts(case: str) -> bool:
     spec = make_spec(CASES[case]().to_dict())
     return isinstance(spec, DecoderSpec) and spec.experts is not None
+
+
+@cache
+def runs_on_gpus(case: str) -> bool:
+    spec = make_spec(CASES[case]().to_dict())
+    return not isinstance(spec, DecoderSpec) or spec.mamba is None

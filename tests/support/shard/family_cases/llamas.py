@@ -18,6 +18,17 @@ GEMMA3_ROPE = {
     FULL: {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
     SLIDING: {"rope_type": "default", "rope_theta": 500.0},
 }
+# The number of positions before scaling is so small that frequencies are interpolated, between channels that
+# are not whole.
+OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
 VISION = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -30,6 +41,12 @@ VISION = {
 
 def sizes(**overrides: Any) -> dict[str, Any]:
     return {**SMALL, **overrides}
+
+
+def hybrid(**options: Any) -> dict[str, Any]:
+    mamba = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 8}
+    others = {"shared_intermediate_size": 40, "layer_types": ["linear_attention", "full_attention"]}
+    return sizes(**{**mamba, **others, **multipliers(0.3, 0.6, 3.0, 2.0), **options})
 
 
 def experts(**overrides: Any) -> dict[str, Any]:
@@ -174,6 +191,24 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "granite_shared_kv_head": lambda: hf.GraniteConfig(
         **sizes(num_key_value_heads=1, **multipliers(0.5, 1.5, 2.0, 0.7))
     ),
+    "granite_swa": lambda: hf.GraniteSWAConfig(
+        **sizes(
+            num_hidden_layers=4,
+            sliding_window=5,
+            layer_rope_theta=[0, 10000.0, 0.0, 500],
+            **multipliers(0.2, 0.3, 7.0, 3.0),
+        )
+    ),
+    "granite_swa_untied_shared_kv_head": lambda: hf.GraniteSWAConfig(
+        **sizes(
+            num_key_value_heads=1,
+            sliding_window=7,
+            layer_types=[SLIDING, FULL],
+            tie_word_embeddings=False,
+            rope_parameters=YARN_ROPE,
+            layer_rope_theta=[500.0, 10000.0],
+        )
+    ),
     "gemma": lambda: hf.GemmaConfig(**gemma(num_key_value_heads=1, head_dim=12)),
     "gemma_gelu": lambda: hf.GemmaConfig(**gemma(num_key_value_heads=4, hidden_act="gelu")),
     "gemma2": lambda: hf.Gemma2Config(**gemma2()),
@@ -269,6 +304,40 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
             norm_topk_prob=False,
             head_dim=16,
         )
+    ),
+    "granitemoe_swa": lambda: hf.GraniteMoeSWAConfig(
+        **experts(
+            sliding_window=5,
+            layer_types=[SLIDING, FULL],
+            layer_rope_theta=[10000.0, 0],
+            **multipliers(0.2, 0.3, 7.0, 3.0),
+        )
+    ),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **experts(head_dim=16, sliding_window=5, rope_parameters=OSS_ROPE, pad_token_id=0)
+    ),
+    "gpt_oss_shared_kv_head": lambda: hf.GptOssConfig(
+        **experts(
+            head_dim=8, sliding_window=7, num_key_value_heads=1, layer_types=[FULL, SLIDING], pad_token_id=0
+        )
+    ),
+    "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(**hybrid(num_local_experts=0)),
+    "granitemoehybrid_experts_rope_biases": lambda: hf.GraniteMoeHybridConfig(
+        **hybrid(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            position_embedding_type="rope",
+            mamba_n_groups=2,
+            mamba_n_heads=4,
+            mamba_d_state=23,
+            mamba_conv_bias=False,
+            mamba_proj_bias=True,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        )
+    ),
+    "granitemoehybrid_attention_only": lambda: hf.GraniteMoeHybridConfig(
+        **hybrid(num_local_experts=0, layer_types=["full_attention"] * 2, position_embedding_type="rope")
     ),
     "starcoder2": lambda: hf.Starcoder2Config(**sizes(sliding_window=5)),
 }

@@ -4,6 +4,7 @@ from typing import NamedTuple, TypeVar
 
 from tgis.router.chat.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from tgis.router.chat.formats.granite import GRANITE, GRANITE_REASONING
+from tgis.router.chat.formats.harmony import HARMONY, HARMONY_REASONING
 from tgis.router.chat.formats.hermes import HERMES
 from tgis.router.chat.formats.llama import LLAMA3
 from tgis.router.chat.formats.mistral import MISTRAL, MISTRAL_REASONING, MISTRAL_V11
@@ -21,12 +22,13 @@ TOOL_FORMATS = (
     MISTRAL,
     PHI4_FUNCTOOLS,
     PHI4,
+    HARMONY,
     HERMES,
     GRANITE,
     LLAMA3,
 )
 """Tool formats in order of precedence: the first one whose texts are in the template is used."""
-REASONING_FORMATS = (MISTRAL_REASONING, GRANITE_REASONING, THINK)
+REASONING_FORMATS = (MISTRAL_REASONING, HARMONY_REASONING, GRANITE_REASONING, THINK)
 
 _Format = TypeVar("_Format", bound=ToolFormat | ReasoningFormat)
 

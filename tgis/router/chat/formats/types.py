@@ -19,6 +19,8 @@ class ReasoningFormat:
     """Texts in the template by which this format is detected."""
     other_names: tuple[str, ...] = ()
     """Names of this format in other servers."""
+    is_channel: bool = False
+    """True if answers are messages in channels (`formats/harmony.py`)."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,19 @@ class NamedCall:
 
 
 @dataclass(frozen=True)
+class ChannelCall:
+    """Call that is a message in a channel: the header has the function's name, and the arguments follow as a
+    JSON object."""
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """Format of calls, which come last in an answer: `section[0]`, calls separated by `between`,
     `section[1]`. Each call is `call[0]`, its body, `call[1]`. The first part of the section or call, if any,
     ends the text before the calls."""
 
     name: str
-    body: JsonCall | NamedCall
+    body: JsonCall | NamedCall | ChannelCall
     in_template: Parts
     """Texts in the template by which this format is detected."""
     section: tuple[Parts, Parts] = ((), ())
@@ -64,6 +72,11 @@ class ToolFormat:
         """Mark that ends the text before the calls; None if calls begin the answer."""
         parts = (*self.section[0], *self.call[0])
         return parts[0].strip() if parts else None
+
+    @property
+    def is_channel(self) -> bool:
+        """True if answers are messages in channels (`formats/harmony.py`)."""
+        return isinstance(self.body, ChannelCall)
 
     @property
     def has_end(self) -> bool:

@@ -16,11 +16,15 @@ from tgis.shard.kernels.cpu.codes.product import CodeProduct, JoinedProduct
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
+from tgis.shard.kernels.cpu.mamba import kernels as mamba_kernels
+from tgis.shard.kernels.cpu.mamba import launch as mamba
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
 from tgis.shard.kernels.cpu.pointwise.position_factors import position_factors
 from tgis.shard.kernels.cpu.rounding.rounder import CpuRounder
 from tgis.shard.layers.lora import LORA_TILE, Deltas, TokenAdapters
 from tgis.shard.layers.ops import CodeTable, HeadNorm, Product, Unfused
+from tgis.shard.layers.states import Mamba2
+from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.schemes import int8 as int8_scheme
 
@@ -51,6 +55,11 @@ class CpuKernels(CpuRounder, Unfused):
         if layout == int8_scheme.LAYOUT:
             return self._pack_int8
         return code_product.find_packer(layout, self._rounds_activations)
+
+    def rounds_inputs(self, layout: CodeLayout) -> bool:
+        if layout.rounds_activations:
+            return True
+        return self._rounds_activations and not layout.table and self.find_code_packer(layout) is not None
 
     def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
         return code_product.find_table_packer(layout, self._rounds_activations)
@@ -118,9 +127,18 @@ class CpuKernels(CpuRounder, Unfused):
     def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
         num_tokens, width = gate_up.shape
         out = empty(num_tokens, width // 2)
-        kind = activations.KINDS[name]
+        kind = activations.GATED_KINDS[name]
         _run(activations.multiply_gated, out.shape, kind, gate_up.data_ptr(), out.data_ptr())
         return out
+
+    def mix_states(self, rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> Tensor:
+        return mamba.mix_states(rows, mixer, layer, states)
+
+    def gate_norm(self, x: Tensor, rows: Tensor, mixer: Mamba2) -> Tensor:
+        sizes = (mixer.sizes.num_groups, rows.shape[1], as_bits(mixer.eps))
+        addresses = (rows.data_ptr(), mixer.norm_weight.data_ptr(), x.data_ptr())
+        _run(mamba_kernels.gate_norm, x.shape, *sizes, *addresses)
+        return x
 
     def angles(
         self,

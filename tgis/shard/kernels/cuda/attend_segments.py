@@ -12,6 +12,7 @@ from tgis.shard.kernels.cuda.functions.processors import count_processors, find_
 from tgis.shard.kernels.cuda.functions.scoring import (
     ScoreArguments,
     Sizes,
+    add_sinks,
     are_addressable,
     attend_span,
     begin_softmax,
@@ -154,6 +155,7 @@ def merge_segments_kernel(
     out,
     window,
     chunk,
+    sinks,
     SIZES: tl.constexpr,
     SEGMENT_LEN: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
@@ -184,6 +186,8 @@ def merge_segments_kernel(
         acc = acc * shrink + tl.sum(values * weights[:, None], 0)
         mass = mass * shrink + tl.sum(tl.load(masses + place, mask=is_one, other=0.0) * weights, 0)
         best = top
+    if sinks is not None:
+        mass = add_sinks(mass, best, sinks, head)
     y = acc / tl.where(mass > 0, mass, 1.0)
     place = (tl.cast(seq, tl.int64) * num_heads + head) * SIZES.head_dim + channel
     tl.store(out + place, y.to(out.dtype.element_ty), mask=channel < SIZES.head_dim)
@@ -223,7 +227,10 @@ def launch(
     attend_segments_kernel[(count,)](q, *pages, *segments, parts, *numbers, score, *constants, **options)
     lengths = segments.seq_lens, segments.work_starts
     merge_segments_kernel[num_seqs, num_heads](
-        *lengths, parts, out, score.window, score.chunk, *constants, TOGETHER, num_warps=1
+        *(*lengths, parts, out, score.window, score.chunk, score.sinks),
+        *constants,
+        TOGETHER,
+        num_warps=1,
     )
     return out
 

@@ -10,6 +10,7 @@ from tgis.shard.kernels.cuda.functions.processors import find_capability
 from tgis.shard.kernels.cuda.functions.scoring import (
     ScoreArguments,
     Sizes,
+    add_sinks,
     are_addressable,
     attend_span,
     begin_softmax,
@@ -24,18 +25,22 @@ def tile_tokens(group_size: int) -> int:
     return max(1, QUERIES // group_size)
 
 
-def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[str, int]]:
+def choose_sizes(group: int, keys: Tensor, scoring: Scoring) -> tuple[Sizes, dict[str, int]]:
     """Return the sizes of a program and its compiler options. Larger programs run out of registers."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     width = max(16, triton.next_power_of_2(head_dim))
+    has_bias = scoring.bias is not None
     # 9.x and 10.x multiply from shared memory, and have 227 KB of it; others have 99 KB at least.
-    has_much_memory = 90 <= find_capability(keys.device) < 120
+    capability = find_capability(keys.device)
+    has_much_memory = 90 <= capability < 120
     if keys.dtype == torch.float32:  # not for tensor cores: threads hold whole rows of operands
         rows, num_keys, num_warps = (64, 32, 8) if width <= 64 else (16, 16, 4)
     else:
         is_wide = width > (128 if has_much_memory else 64)
         rows = 128
-        num_keys = 32 if is_wide or has_bias else 64
+        # The loops of a window spill registers of narrow heads on 10.x.
+        is_narrow = width <= 64 and capability >= 100 and scoring.window is not None
+        num_keys = 32 if is_wide or has_bias or is_narrow else 64
         num_warps = 8
         if width > 128 and (has_bias or not has_much_memory):
             rows = 64
@@ -105,7 +110,9 @@ def attend_tiles_kernel(
         )
     state = attend_span(state, q_rows, pages, rows, (begin, full, first, last), score, SIZES, CAUSAL, False)
     state = attend_span(state, q_rows, pages, rows, (full, last, first, last), score, SIZES, CAUSAL, True)
-    _, mass, acc = state
+    best, mass, acc = state
+    if score.sinks is not None:
+        mass = add_sinks(mass, best, score.sinks, heads)
     y = acc / tl.where(mass > 0, mass, 1.0)[:, None]
     tl.store(out + place, y.to(out.dtype.element_ty), mask=is_stored)
 
@@ -134,7 +141,7 @@ def launch(
     if not len(tiles):
         return
     group = q.shape[1] // num_kv_heads
-    sizes, options = choose_sizes(group, keys, scoring.bias is not None)
+    sizes, options = choose_sizes(group, keys, scoring)
     parts = triton.cdiv(tile_tokens(group) * group, sizes.rows)
     attend_tiles_kernel[num_kv_heads, len(tiles), parts](
         q,

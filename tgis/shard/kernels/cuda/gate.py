@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgis.shard.kernels.portable.ops import ACTIVATIONS
+from tgis.shard.kernels.portable.ops import ACTIVATIONS, multiply_gated
 
 BLOCK, NUM_WARPS = 1024, 4
 
@@ -19,10 +19,23 @@ def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, NAME: tl.constexpr, I
     begin = row * SIZE
     if IS_GATED:
         begin *= 2
-    value = _activate(tl.load(x + begin + at, mask=mask).to(tl.float32), NAME)  # [BLOCK]
+    value = tl.load(x + begin + at, mask=mask).to(tl.float32)  # [BLOCK]
     if IS_GATED:
-        value *= tl.load(x + begin + SIZE + at, mask=mask).to(tl.float32)
+        value = _multiply(value, tl.load(x + begin + SIZE + at, mask=mask).to(tl.float32), NAME)
+    else:
+        value = _activate(value, NAME)
     tl.store(out + row * SIZE + at, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _multiply(gate, up, NAME: tl.constexpr):
+    if NAME == "clamped_swiglu":
+        # Unlike tl.clamp, this keeps NaN.
+        gate = _activate(tl.where(gate > 7.0, 7.0, gate), "quick_gelu")
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    else:
+        gate = _activate(gate, NAME)
+    return gate * up
 
 
 @triton.jit
@@ -61,4 +74,4 @@ def plain(x: Tensor, name: str, is_gated: bool) -> Tensor:
     if not is_gated:
         return ACTIVATIONS[name](x.float()).to(x.dtype)
     gate, up = x.float().chunk(2, -1)
-    return (ACTIVATIONS[name](gate) * up).to(x.dtype)
+    return multiply_gated(gate, up, name).to(x.dtype)

@@ -161,6 +161,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scoring: Scoring) -> 
     distance, hidden = _mask_keys(piece, length, scoring)
     scores = _adjust_scores(scores.view(n, num_heads, count, length), distance, scoring)
     weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    if scoring.sinks is not None:
+        weights *= (scores.logsumexp(-1, keepdim=True) - scoring.sinks[:, None, None]).sigmoid()
     weights = weights.masked_fill_(hidden, 0.0)  # queries without visible keys get zeros
     y = weights.view(n, num_kv_heads, rows, length) @ v
     return y.view(n, num_heads, count, head_dim).transpose(1, 2)

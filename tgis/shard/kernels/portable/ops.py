@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import Stored, read_pieces
+from tgis.shard.kernels.portable import mamba
+from tgis.shard.layers.activation import CLAMPED_SWIGLU
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm, Product, Unfused
+from tgis.shard.layers.states import Mamba2
+from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole
 
 logger = logging.getLogger(__name__)
@@ -86,7 +90,13 @@ class TorchKernels(Unfused):
 
     def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
-        return ACTIVATIONS[name](gate) * up
+        return multiply_gated(gate, up, name)
+
+    def mix_states(self, rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> Tensor:
+        return mamba.mix_states(rows, mixer, layer, states)
+
+    def gate_norm(self, x: Tensor, rows: Tensor, mixer: Mamba2) -> Tensor:
+        return mamba.gate_norm(x, rows, mixer)
 
     def angles(
         self,
@@ -107,6 +117,12 @@ class TorchKernels(Unfused):
             inv_freq = (inv_freq * shrunk).float()
         rotations = positions.float().unsqueeze(-1) * inv_freq  # [num_tokens, half]
         return torch.stack((rotations.cos(), rotations.sin())) * amplitudes.unsqueeze(-1)
+
+
+def multiply_gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    if name == CLAMPED_SWIGLU:
+        return ACTIVATIONS["quick_gelu"](gate.clamp(max=7.0)) * (up.clamp(-7.0, 7.0) + 1)
+    return ACTIVATIONS[name](gate) * up
 
 
 def read_packed(weight: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@ shared expert, and dense layers first."""
 
 from dataclasses import replace
 
-from tgis.shard.checkpoint.weights import Source, parameter, stack
+from tgis.shard.checkpoint.weights import Source, stack
 from tgis.shard.models.config_reader import Config, count, integer, number
 from tgis.shard.models.families import llama, qwen3, qwen3_moe
 from tgis.shard.models.interface import UnsupportedModelError
@@ -61,7 +61,7 @@ def expert_sources(mlp: str) -> dict[str, Source]:
     shared = mlp + "shared_experts."
     return {
         **qwen3_moe.expert_sources(mlp),
-        "blocks.{i}.mlp.choice": parameter(mlp + "gate.e_score_correction_bias"),
+        "blocks.{i}.mlp.choice": mlp + "gate.e_score_correction_bias",
         "blocks.{i}.mlp.shared.up": stack(shared + "gate_proj", shared + "up_proj"),
         "blocks.{i}.mlp.shared.down": shared + "down_proj",
     }

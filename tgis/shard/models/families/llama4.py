@@ -9,14 +9,13 @@ from tgis.shard.checkpoint.weights import (
     adjacent_pairs,
     expert,
     first_of,
-    parameter,
     stack,
     transposed,
 )
 from tgis.shard.models.config_reader import Config, integer, number
 from tgis.shard.models.families import llama, mixtral
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.parts.nope import read_nope_layers
+from tgis.shard.models.parts.nope import leave_out, read_nope_layers
 from tgis.shard.models.parts.sliding_window import layer_chunks
 from tgis.shard.models.spec import DecoderSpec, Experts, QueryScaling
 
@@ -52,7 +51,7 @@ def spec(config: Config) -> DecoderSpec:
         raise UnsupportedModelError("a rope with an attention factor is not supported for this model type")
     return replace(
         shared,
-        nope_layers=nope_layers,
+        layer_ropes=leave_out(shared.rope, nope_layers, shared.num_layers),
         chunks=layer_chunks({"attention_chunk_size": 8192, **config}, is_chunked),
         query_scaling=_query_scaling(config, nope_layers),
         qk_norm="bare_head" if config.get("use_qk_norm", True) else "none",
@@ -76,11 +75,11 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
         "blocks.{i}.mlp.router": feed + "router",
         # Quantized checkpoints have a module for each expert.
         "blocks.{i}.mlp.experts.{e}.up": first_of(
-            transposed(parameter(expert(feed + "experts.gate_up_proj"))),
+            transposed(expert(feed + "experts.gate_up_proj")),
             stack(one + "gate_proj", one + "up_proj"),
         ),
         "blocks.{i}.mlp.experts.{e}.down": first_of(
-            transposed(parameter(expert(feed + "experts.down_proj"))), one + "down_proj"
+            transposed(expert(feed + "experts.down_proj")), one + "down_proj"
         ),
         "blocks.{i}.mlp.shared.up": stack(shared + "gate_proj", shared + "up_proj"),
         "blocks.{i}.mlp.shared.down": shared + "down_proj",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tgis.shard.models.config_reader import Config
 from tgis.shard.models.families import llama
-from tgis.shard.models.parts.nope import read_nope_layers
+from tgis.shard.models.parts.nope import leave_out, read_nope_layers
 from tgis.shard.models.parts.sliding_window import layer_windows
 from tgis.shard.models.spec import DecoderSpec
 
@@ -21,4 +21,5 @@ def spec(config: Config) -> DecoderSpec:
     nope_layers = read_nope_layers(config, shared.num_layers)
     has_window = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
     is_local = [has_window and layer in nope_layers for layer in range(shared.num_layers)]
-    return replace(shared, nope_layers=nope_layers, windows=layer_windows(config, is_local))
+    layer_ropes = leave_out(shared.rope, nope_layers, shared.num_layers)
+    return replace(shared, layer_ropes=layer_ropes, windows=layer_windows(config, is_local))

@@ -41,7 +41,7 @@ def check_scores(
     spec = model.spec
     num_blocks = sum(map(len, TABLES))
     shape = (BLOCK_SIZE, local_kv_heads(spec, group), spec.head_dim)
-    attention = CpuAttention(KVCache(spec.num_layers, num_blocks, *shape, torch.float32))
+    attention = CpuAttention(KVCache(spec.num_cache_layers, num_blocks, *shape, torch.float32))
     for step in STEPS:
         ids = torch.cat([sequences[i][start:end] for i, start, end in step])
         layout = _make_layout(step)

@@ -69,13 +69,13 @@ class OnnxModel:
         spec = self.spec
         num_tokens = len(inputs.token_ids)
         logits = torch.empty(num_tokens, spec.vocab_size)
-        k, v = torch.empty(2, spec.num_layers, num_tokens, self._num_kv_heads, spec.head_dim)
+        k, v = torch.empty(2, spec.num_cache_layers, num_tokens, self._num_kv_heads, spec.head_dim)
         for new, num_past, table in _sequences(inputs.layout):
             past = partial(attention.read, block_table=table, seq_len=num_past)
             logits[new], k[:, new], v[:, new] = self._score(
                 inputs.token_ids[new], inputs.positions[new], past
             )
-        for layer in range(spec.num_layers):
+        for layer in range(spec.num_cache_layers):
             attention.keep(layer, k[layer], v[layer], inputs.plan)
         return logits
 
@@ -84,7 +84,7 @@ class OnnxModel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits, [n, vocab_size], and new keys and values, [num_layers, n, num_kv_heads,
         head_dim]."""
-        layers = [past(layer) for layer in range(self.spec.num_layers)]
+        layers = [past(layer) for layer in range(self.spec.num_cache_layers)]
         logits, present = self._runner.run(token_ids, positions, layers)
         k, v = (torch.stack([x[:, -len(token_ids) :] for x in part]) for part in zip(*present, strict=True))
         return logits, k.transpose(1, 2), v.transpose(1, 2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, AttentionPlan, Heads, Scoring
-from tgis.shard.layers.activation import NAMES
+from tgis.shard.layers.activation import find_kernel
 from tgis.shard.layers.embedding import PositionEmbedding
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
@@ -131,7 +131,7 @@ class MLP:
         widths = [spec.intermediate_size] * (1 + spec.gated)
         self._up = ColumnParallel(parts, f"{path}.up", size, widths, spec.mlp_bias)
         self._down = RowParallel(parts, f"{path}.down", spec.intermediate_size, size, spec.mlp_bias)
-        self._activation = Activation(NAMES[spec.activation], spec.gated)
+        self._activation = Activation(find_kernel(spec.activation), spec.gated)
         self._norm_product = parts.kernels.norm_product
         self._output = BranchOutput(parts, self._down, finish)
 
@@ -140,8 +140,8 @@ class MLP:
         return self._output(x, self._activate(source, adapters), adapters)
 
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """Return this rank's summand of the output, without the bias."""
-        return self._down.partial(self._activate(BranchInput(x), adapters), adapters)
+        """Return this rank's summand of the output."""
+        return self._down.summand(self._activate(BranchInput(x), adapters), adapters)
 
     def _activate(self, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:
         return self._norm_product(*source, self._up, self._activation, adapters)

@@ -22,10 +22,12 @@ class SparseMLP:
         self._kernels = parts.kernels
         self._spec = experts
         self._finish = finish
-        self._score = Replicated(parts, f"{path}.router", spec.hidden_size, experts.num_experts)
+        self._score = Replicated(
+            parts, f"{path}.router", spec.hidden_size, experts.num_experts, experts.router_bias
+        )
         self._route = Router(experts, parts, f"{path}.choice")
         self._shared = SharedExpert(spec, parts, path) if experts.shared_size else None
-        sizes = replace(spec, intermediate_size=experts.intermediate_size)
+        sizes = replace(spec, intermediate_size=experts.intermediate_size, mlp_bias=experts.bias)
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
 
     def __call__(self, x: Tensor, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:

@@ -1,5 +1,6 @@
 """Reads which layers of a model have no rotary embedding."""
 
+from tgis.shard.layers.rotary import Rope
 from tgis.shard.models.config_reader import Config, integer
 from tgis.shard.models.interface import UnsupportedModelError
 
@@ -17,3 +18,8 @@ def read_nope_layers(config: Config, num_layers: int) -> frozenset[int]:
             f"no_rope_layers {rotated!r} is not a list of {num_layers} zeros and ones"
         )
     return frozenset(layer for layer in range(num_layers) if not rotated[layer])
+
+
+def leave_out(rope: Rope | None, nope_layers: frozenset[int], num_layers: int) -> tuple[Rope | None, ...]:
+    """Return each layer's rotary embedding: `rope`, or None for `nope_layers`."""
+    return tuple(None if layer in nope_layers else rope for layer in range(num_layers))

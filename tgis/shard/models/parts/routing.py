@@ -46,5 +46,5 @@ class Router:
 
 def read_choice_bias(parts: Parts, path: str, num_experts: int) -> Tensor:
     """Read float32 [num_experts], not rounded to the weights' type: small differences choose experts."""
-    bias = parts.weights.find(f"{path}.bias", (num_experts,)).read()
+    bias = parts.weights.find(f"{path}.weight", (num_experts,)).read()
     return bias.to(parts.kernels.device, torch.float32, copy=True)

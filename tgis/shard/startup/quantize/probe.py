@@ -1,5 +1,5 @@
-"""Compares a model that `--quantize` has rounded with its unrounded weights, on a short text, and warns if it
-lost more than is usual."""
+"""Computes a short text with the unrounded weights of a model that `--quantize` rounds, to choose the factors
+that smooth activations, and to warn if the rounded model's log-probabilities differ more than usual."""
 
 import logging
 import math
@@ -17,13 +17,16 @@ from tgis.config.processes import ShardConfig
 from tgis.errors import first_line
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import ProcessGroup
+from tgis.shard.layers.ops import Kernels
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models.interface import ModelSpec
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.models.streamed import score_prompt
 from tgis.shard.quant.registry import find_scheme
+from tgis.shard.quant.smoothing import Factors
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.memory_plan import GIB
+from tgis.shard.startup.quantize.smoothing import find_factors, list_readers
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +55,11 @@ _USUAL_OF_ACTIVATIONS, _USUAL_OF_CACHE = 0.1, 0.15  # added for 8-bit activation
 
 @dataclass(frozen=True)
 class Probe:
-    """Tokens of the text, and the log-probabilities, float32, of those after the first by the unrounded
-    weights."""
+    """Results of the unrounded weights."""
 
     token_ids: list[int]
-    logprobs: torch.Tensor
+    logprobs: torch.Tensor  # float32 [num_tokens - 1], of the tokens except the first
+    factors: Factors  # that smooth activations; none if the model's activations are not rounded
 
 
 def open_probe(
@@ -65,25 +68,38 @@ def open_probe(
     spec: ModelSpec,
     group: ProcessGroup,
     dtype: torch.dtype,
+    kernels: Kernels,
     max_tokens: int,
     memory: HostMemory | None = None,
 ) -> Probe | None:
-    """Compute the probe with the unrounded weights. Return None if there is nothing to check or it cannot be
-    checked. All ranks must call this. `settings` is the model's config.json, `max_tokens` the
-    longest prompt of a step, `memory` this machine's.
+    """Compute the probe with the unrounded weights, before the model is loaded with the platform's `kernels`.
+    Return None if there is nothing to check or to smooth, or it is impossible. All ranks must call this.
+    `settings` is the model's config.json, `max_tokens` the longest prompt of a step, `memory` this machine's.
 
     Raises WeightsError and ProcessGroupError."""
-    if config.no_quantize_check or find_scheme(config.quantize).layout is None:
-        return None
-    if not isinstance(spec, DecoderSpec):
-        logger.info("--quantize %s is not checked: the model is no decoder-only model", config.quantize)
+    needs_factors = _needs_factors(config, kernels)
+    if find_scheme(config.quantize).layout is None or (config.no_quantize_check and not needs_factors):
         return None
     path = Path(config.model_path)
-    token_ids = _tokenize(config, spec.vocab_size)[:max_tokens]
-    has_memory = _has_memory(path, config.quantize, memory or HostMemory())
-    if not group.min(int(has_memory and len(token_ids) >= MIN_TOKENS)):
+    token_ids = _tokenize(config, spec)[:max_tokens]
+    # Factors must not depend on the free memory, because a restarted shard must compute the same results.
+    can_read = needs_factors or _has_memory(path, config.quantize, memory or HostMemory())
+    if not group.min(int(can_read and len(token_ids) >= MIN_TOKENS)):
+        if needs_factors:
+            logger.info("activations are rounded to 8 bits without smoothing")
         return None
-    return Probe(token_ids, score_prompt(path, settings, spec, group, dtype, token_ids))
+    assert isinstance(spec, DecoderSpec), "other models have no tokens"
+    readers = list_readers(spec) if needs_factors else {}
+    measured = [path for paths in readers.values() for path in paths]
+    logprobs, ranges = score_prompt(path, settings, spec, group, dtype, token_ids, measured)
+    return Probe(token_ids, logprobs, find_factors(readers, ranges))
+
+
+def _needs_factors(config: ShardConfig, kernels: Kernels) -> bool:
+    """Return True if activations are rounded to 8 bits, and weights to no less. Four bits would lose more by
+    columns of different sizes than they win by smaller outliers of activations."""
+    layout = find_scheme(config.quantize).layout
+    return layout is not None and layout.bits == 8 and kernels.rounds_inputs(layout)
 
 
 def _has_memory(path: Path, quantize: str | None, memory: HostMemory) -> bool:
@@ -98,20 +114,26 @@ def _has_memory(path: Path, quantize: str | None, memory: HostMemory) -> bool:
     return False
 
 
-def _tokenize(config: ShardConfig, vocab_size: int) -> list[int]:
-    """Return the first tokens of the text, or none if the tokenizer does not fit the model."""
+def _tokenize(config: ShardConfig, spec: ModelSpec) -> list[int]:
+    """Return the first tokens of the text, or none if the model is no decoder or its tokenizer does not
+    fit."""
+    if not isinstance(spec, DecoderSpec):
+        logger.info("--quantize %s is not checked: the model is no decoder-only model", config.quantize)
+        return []
     file = Path(config.tokenizer_path or config.model_path) / "tokenizer.json"
     try:
         ids: list[int] = Tokenizer.from_file(str(file)).encode(TEXT).ids
     except Exception as error:  # the library raises plain exceptions
         logger.info("--quantize %s is not checked: %s", config.quantize, first_line(error))
         return []
-    return ids[:MAX_TOKENS] if all(i < vocab_size for i in ids) else []
+    return ids[:MAX_TOKENS] if all(i < spec.vocab_size for i in ids) else []
 
 
 def warn_of_loss(probe: Probe, runner: ModelRunner, config: ShardConfig) -> None:
     """Log how much a model runner's log-probabilities differ from the probe's: a warning if it is more than
     usual. All ranks must call this."""
+    if config.no_quantize_check:
+        return
     actual = _score(runner, probe.token_ids, config.block_size)
     if config.rank != 0:  # only rank 0's response has log-probabilities
         return
@@ -146,6 +168,7 @@ def _score(runner: ModelRunner, token_ids: list[int], block_size: int) -> npt.ND
     num_blocks = -(-count // block_size)
     row = pb.OpenRow(
         row=0,
+        state_source=-1,
         token_ids=_column(token_ids),
         prompt_len=count,
         max_new_tokens=1,

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
+from transformers import GptOssConfig
 from transformers.activations import ACT2FN
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
-from tgis.shard.layers.activation import NAMES
+from tgis.shard.layers.activation import CLAMPED_SWIGLU, NAMES
 
 SIZE = 1009  # not a multiple of a vector
 
@@ -38,6 +40,23 @@ def test_gates_come_before_values(name: str) -> None:
     actual = CPU_KERNELS.multiply_gated(both, NAMES[name])
     torch.testing.assert_close(actual.double(), ACT2FN[name](x.double()) * up.double(), rtol=1e-6, atol=2e-6)
     assert torch.equal(both, kept)
+
+
+def test_clamped_gates_are_those_of_gpt_oss() -> None:
+    config = GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=1)
+    experts = GptOssExperts(config)
+    gate, up = values(), values().flip(0)
+    expected = experts._apply_gate(torch.stack((gate, up), -1).flatten(1).double())
+    actual = CPU_KERNELS.multiply_gated(torch.cat((gate, up), -1), CLAMPED_SWIGLU)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=4e-6)
+    for i in (0, 5, 299):
+        alone = torch.cat((gate[i : i + 1], up[i : i + 1]), -1)
+        assert torch.equal(CPU_KERNELS.multiply_gated(alone, CLAMPED_SWIGLU), actual[i : i + 1])
+    for none in (gate, up):
+        kept = none[0, 0].item()
+        none[0, 0] = torch.nan
+        assert CPU_KERNELS.multiply_gated(torch.cat((gate, up), -1), CLAMPED_SWIGLU)[0, 0].isnan()
+        none[0, 0] = kept
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES.values())))

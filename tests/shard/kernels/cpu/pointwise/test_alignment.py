@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tgis.shard.kernels.cpu.jit.compiler import as_bits
 from tgis.shard.kernels.cpu.pointwise import activations, heads, norms
-from tgis.shard.kernels.cpu.pointwise.activations import KINDS
+from tgis.shard.kernels.cpu.pointwise.activations import GATED_KINDS, KINDS
 
 # Number of floats; small, so that neighbours are within one iteration of a vector loop, whose width depends
 # on the machine.
@@ -49,7 +49,7 @@ def _activate(name: str, inputs: list[Tensor], out: Tensor) -> None:
 def _multiply(name: str, inputs: list[Tensor], out: Tensor) -> None:
     """The two inputs are the halves of one row."""
     addresses = (inputs[0].data_ptr(), out.data_ptr())
-    activations.multiply_gated(1, len(out) // 2, 1, KINDS[name], *addresses)
+    activations.multiply_gated(1, len(out) // 2, 1, GATED_KINDS[name], *addresses)
 
 
 def _split(inputs: list[Tensor], out: Tensor, unturned: int = 0) -> None:
@@ -72,7 +72,7 @@ KERNELS: dict[str, tuple[Run, int]] = {
     "split_heads with norms": (_split, 3),
     "split_heads, few channels": (partial(_split, unturned=1), 3),
     **{f"activate {name}": (partial(_activate, name), 1) for name in KINDS},
-    **{f"multiply_gated {name}": (partial(_multiply, name), 1) for name in KINDS},
+    **{f"multiply_gated {name}": (partial(_multiply, name), 1) for name in GATED_KINDS},
 }
 
 

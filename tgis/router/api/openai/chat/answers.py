@@ -17,7 +17,6 @@ from tgis.router.api.openai.chat.types import (
     FunctionDelta,
 )
 from tgis.router.api.service import Result
-from tgis.router.chat.answers.parser import AnswerParser
 from tgis.router.chat.answers.pieces import (
     CallArguments,
     CallBegin,
@@ -56,8 +55,9 @@ class AnswerReader:
     def __init__(self, form: AnswerForm) -> None:
         reasoning = form.reasoning
         self._form = form
-        self._parser = AnswerParser(form.reasoning_format, form.has_begun_reasoning, form.tools, form.names)
+        self._parser = form.parser()
         self._end_id = None if reasoning is None else reasoning.rule.end.token_id
+        self._is_after_end = False
         self._counts = reasoning is not None
         self.num_reasoning = 0
         """Number of tokens up to the end of the reasoning."""
@@ -127,9 +127,12 @@ class AnswerReader:
             pieces += parser.push(text)
             number += token_id is not None
             if self._counts and (was_reasoning or parser.is_reasoning):
-                self.num_reasoning = number
                 # The text of the end mark may come with the next token.
-                self._counts = self._end_id is None or token_id != self._end_id
+                if not self._is_after_end:
+                    self.num_reasoning = number
+                self._is_after_end = token_id is not None and token_id == self._end_id
+                # Reasoning may continue in another message.
+                self._counts = not self._is_after_end or self._form.messages is not None
         return pieces
 
     def _shown(self, pieces: list[Piece]) -> list[Piece]:

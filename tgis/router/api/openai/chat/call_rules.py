@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable, Iterator
 
 from tgis.router.api.openai.chat.tools import Function, ToolUse
-from tgis.router.chat.formats.types import JsonCall, NamedCall, ToolFormat
+from tgis.router.chat.formats.harmony import FUNCTIONS, RECIPIENT
+from tgis.router.chat.formats.types import ChannelCall, JsonCall, NamedCall, ToolFormat
 from tgis.router.grammar.answer_rules import CallRule, CallRules, Mark
 
 FindMark = Callable[[str], Mark]
@@ -59,4 +60,6 @@ def _rule(tool_format: ToolFormat, function: Function, head: str) -> CallRule:
             tail = "}" + tail
         case NamedCall(separator):
             head += name + separator
+        case ChannelCall():
+            head = RECIPIENT + FUNCTIONS + name
     return CallRule(head, function.schema, tail, function.is_strict, function.field)

@@ -110,4 +110,5 @@ def _scoring_fields(scoring: Scoring) -> tuple[int, ...]:
         0 if slopes is None else slopes.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         0 if bias is None else bias.shape[1],
+        0 if scoring.sinks is None else scoring.sinks.data_ptr(),
     )

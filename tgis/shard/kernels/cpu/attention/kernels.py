@@ -25,6 +25,7 @@ from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
     as_float,
+    inlined,
     keep_alive,
     next_unit,
     operands,
@@ -84,7 +85,7 @@ def _count_units(group: int, step: Any, p: Any) -> Any:
     return step[NUM_ITEMS_AT] * p.num_kv_heads * ((group + HEADS - 1) // HEADS)
 
 
-@reorderable
+@inlined
 def _attend_unit_number(
     index: int, num_threads: int, queries: Any, step: Any, p: Any, scoring: Any, s: Any, element: Any
 ) -> bool:
@@ -108,13 +109,14 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
     def attend(args: Any) -> None:
         keys, values, num_kv_heads, head_dim, block_size, width = operands(args, 1, 6)
         num_heads, table, q_address, out = operands(args, 7, 4)
-        scale, soft_cap, window, causal, slopes, bias, num_biases = operands(args, 11, 7)
-        key_bits, value_bits, num_threads = operands(args, 18, 3)
+        scale, soft_cap, window, causal, slopes, bias, num_biases, sinks = operands(args, 11, 8)
+        key_bits, value_bits, num_threads = operands(args, 19, 3)
         key_factor, value_factor = as_float(key_bits), as_float(value_bits)
         p = Pages(keys, values, num_kv_heads, head_dim, block_size, width, key_factor, value_factor, columns)
         queries = Queries(q_address, out, num_heads)
         step = carray(pointer(table, _I64), TABLE)
-        scoring = ScoringArgs(as_float(scale), as_float(soft_cap), window, causal, slopes, bias, num_biases)
+        scales = as_float(scale), as_float(soft_cap)
+        scoring = ScoringArgs(*scales, window, causal, slopes, bias, num_biases, sinks)
         depth = round_up(p.head_dim, LANES)
         max_rows = step[MAX_TILE_AT] * min(HEADS, num_heads // p.num_kv_heads) + TALL
         q, sums = max_rows * depth, max_rows * (depth + LANES)
@@ -130,8 +132,10 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         rest = places + 64 * GROUPS
         rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)
         s = Scratch(*rows, updates, bounds, scores, places, rest, factor)
-        while _attend_unit_number(next_unit(args), num_threads, queries, step, p, scoring, s, element):
-            pass
+        is_unit = True
+        while is_unit:  # with the call as condition, its code would be in the loop twice
+            unit = next_unit(args)
+            is_unit = _attend_unit_number(unit, num_threads, queries, step, p, scoring, s, element)
         keep_alive(memory)
 
     return Kernel(attend)

@@ -33,8 +33,8 @@ from tgis.shard.kernels.cpu.attention.softmax import (
 )
 from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
 from tgis.shard.kernels.cpu.attention.widening import is_converted, widen_span
-from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
-from tgis.shard.kernels.cpu.jit.scalar_math import tanh
+from tgis.shard.kernels.cpu.jit.compiler import inlined, pointer, reorderable
+from tgis.shard.kernels.cpu.jit.scalar_math import exp, tanh
 
 MANY_ROWS = 16  # units with more rows use tiles of TALL rows
 INITIAL_MAXIMUM = np.float32(-1e30)  # initial running maximum, below any score
@@ -68,6 +68,7 @@ class ScoringArgs(NamedTuple):
     slopes: int  # address of float32 [num_heads]
     bias: int  # address of float32 [num_heads, num_biases]
     num_biases: int
+    sinks: int  # address of float32 [num_heads]
 
 
 class Queries(NamedTuple):
@@ -242,7 +243,7 @@ def _write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) ->
             token, head = token + 1, 0
 
 
-@reorderable
+@inlined
 def _add_values(rows: int, num_keys: int, sums: int, in_place: bool, p: Any, s: Any, element: Any) -> None:
     """Add the first `num_keys` values of the span, times the weights of a tile's rows, to the rows' sums."""
     depth, length = s.length - LANES, 4 * s.length
@@ -304,18 +305,24 @@ def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None
 
 
 @reorderable
-def _finish_row(r: int, sums: int, u: Any, queries: Any, p: Any, length: int) -> None:
-    """Write the result of row `r` to the step's output. `sums` is the address of its sums."""
-    index = (u.start + r // u.heads) * queries.num_heads + u.head + r % u.heads
+def _finish_row(
+    r: int, sums: int, maximum: int, u: Any, queries: Any, p: Any, sinks: int, length: int
+) -> None:
+    """Write the result of row `r` to the step's output. `sums` and `maximum` are the addresses of its sums
+    and of the maximum to which they are relative."""
+    head = u.head + r % u.heads
+    index = (u.start + r // u.heads) * queries.num_heads + head
     out = carray(pointer(queries.out + 4 * index * p.head_dim, _F32), (p.head_dim,))
     values = carray(pointer(sums, _F32), (p.head_dim,))
     weight_sum = sum_lanes(sums + 4 * (length - LANES))
+    if sinks:
+        weight_sum += exp(peek(sinks + 4 * head, _F32) - peek(maximum, _F32))
     factor = p.value_factor / weight_sum if weight_sum != 0 else np.float32(0)
     for d in range(p.head_dim):
         out[d] = values[d] * factor
 
 
-@reorderable
+@inlined
 def _attend_keys(
     begin: int,
     end: int,
@@ -351,7 +358,7 @@ def _attend_keys(
                 _attend_span(r, height, span, u, p, scoring, s, element)
 
 
-@reorderable
+@inlined
 def _attend_segments(
     height: int,
     u: Any,
@@ -363,17 +370,24 @@ def _attend_segments(
     s: Any,
     element: Any,
 ) -> None:
-    """Process all segments of a unit's keys one after the other and merge them into `s.results`."""
-    for segment in range(u.begin // part.segment_len, (u.end - 1) // part.segment_len + 1):
-        first = segment * part.segment_len
-        begin, end = max(u.begin, first), min(u.end, first + part.segment_len)
+    """Process the segments of a unit's keys one after the other. If the unit has several, they are merged
+    into `s.results`."""
+    is_merged = part.num_parts == 1 and u.end > part.segment_len
+    begin = u.begin
+    while True:
+        segment = begin // part.segment_len
+        end = min(u.end, (segment + 1) * part.segment_len)
         _attend_keys(begin, end, height, u, following, queries, p, scoring, s, element)
-        for r in range(u.num_tokens * u.heads):
-            result, sums = s.results + 4 * r * result_size(s.length), s.sums + 4 * r * s.length
-            add_segment(result, segment, r, sums, s.maxima + 4 * r, u, part, scoring, s.length)
+        if is_merged:
+            for r in range(u.num_tokens * u.heads):
+                result, sums = s.results + 4 * r * result_size(s.length), s.sums + 4 * r * s.length
+                add_segment(result, segment, r, sums, s.maxima + 4 * r, u, part, scoring, s.length)
+        begin = end
+        if begin >= u.end:
+            break
 
 
-@reorderable
+@inlined
 def attend_unit(
     u: Any, following: Any, queries: Any, part: Any, p: Any, scoring: Any, s: Any, element: Any
 ) -> None:
@@ -384,18 +398,16 @@ def attend_unit(
     height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
     if p.block_size % LANES == 0:
         _locate_span(1, u.begin, u, p, s)
-    is_whole = part.num_parts == 1
-    results = s.results
-    size = result_size(s.length)
-    if is_whole and u.end > part.segment_len:
-        _attend_segments(height, u, following, queries, part, p, scoring, s, element)
-    else:
-        _attend_keys(u.begin, u.end, height, u, following, queries, p, scoring, s, element)
-        if is_whole:
-            results, size = s.sums, s.length
-        else:
-            if not keep_partials(u, part, queries.num_heads, s):
-                return
-            merge_partials(u, part, queries.num_heads, scoring, s)
+    _attend_segments(height, u, following, queries, part, p, scoring, s, element)
+    results, size = s.results, result_size(s.length)
+    maxima, stride = s.results + 4 * s.length, 4 * size
+    if part.num_parts > 1:
+        if not keep_partials(u, part, queries.num_heads, s):
+            return
+        merge_partials(u, part, queries.num_heads, scoring, s)
+    elif u.end <= part.segment_len:
+        results, size = s.sums, s.length
+        maxima, stride = s.maxima, 4
     for r in range(num_rows):
-        _finish_row(r, results + 4 * size * r, u, queries, p, s.length)
+        maximum = maxima + stride * r
+        _finish_row(r, results + 4 * size * r, maximum, u, queries, p, scoring.sinks, s.length)

@@ -34,7 +34,15 @@ from tgis.shard.kernels.cpu.codes.scales import find_scales
 from tgis.shard.kernels.cpu.gemm.inner_loop import copy
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.int8.quantize import make_quantizer
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, operands, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import (
+    Kernel,
+    inlined,
+    keep_alive,
+    next_unit,
+    operands,
+    ordered,
+    pointer,
+)
 
 _MAX_PANELS = 8  # maximum panels of a unit of work
 _WIDE_PIECE = 4 * PIECE * COLUMNS  # bytes of a piece whose codes are widened to float32
@@ -164,7 +172,7 @@ def _find_zeros(w: Any, panel: int, piece: int) -> Any:
     return w.zeros + (panel * count_pieces(w) + piece) * COLUMNS if w.zeros else np.int64(0)
 
 
-@ordered
+@inlined
 def _multiply_panel(
     w: Any, x: int, rows: int, panel: int, following: int, sums: int, wide: int, element: Any
 ) -> None:
@@ -264,7 +272,7 @@ def read_matrix(args: Any, first: int, bits: int, row_bytes: int, wide_unit: int
     return Matrix(*(operands(args, first, 15) + layout))
 
 
-@ordered
+@inlined
 def _multiply_float(args: Any, bits: int, element: Any) -> None:
     """Compute a product with float32 activations."""
     (m,) = operands(args, 1, 1)
@@ -275,7 +283,7 @@ def _multiply_float(args: Any, bits: int, element: Any) -> None:
     _multiply(args, read_matrix(args, 7, bits, STRIDE, wide_unit, WIDE_ROWS), element)
 
 
-@ordered
+@inlined
 def _multiply_rounded(args: Any, bits: int, wide_bits: int, element: Any) -> None:
     """Compute a product with rounded activations. Packed codes are always widened."""
     (m,) = operands(args, 1, 1)
@@ -286,7 +294,7 @@ def _multiply_rounded(args: Any, bits: int, wide_bits: int, element: Any) -> Non
     _multiply(args, read_matrix(args, 7, bits, row_bytes, wide_unit, ROUNDED_ROWS), element)
 
 
-@ordered
+@inlined
 def _multiply(args: Any, w: Any, element: Any) -> None:
     """Compute a product. Units are ordered by groups of rows, so that threads can reuse copies of x."""
     m, width, threads, x, y, pitch = operands(args, 1, 6)

@@ -140,14 +140,14 @@ def _compile(function: Callable[[Any], None]) -> Any:
 def _compile_or_read(function: Callable[[Any], None], directory: Path | None) -> Any:
     signature = types.void(_ADDRESS)
     if directory is None:
-        return numba.cfunc(signature, error_model="numpy")(function)
+        return numba.cfunc(signature, error_model="numpy", fastmath=_FUSED)(function)
     previous = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(directory)
     try:
-        return numba.cfunc(signature, cache=True, error_model="numpy")(function)
+        return numba.cfunc(signature, cache=True, error_model="numpy", fastmath=_FUSED)(function)
     except Exception as error:  # an error in the function itself is raised again below
         logger.warning("compiled code cannot be stored: %s", error)
-        return numba.cfunc(signature, error_model="numpy")(function)
+        return numba.cfunc(signature, error_model="numpy", fastmath=_FUSED)(function)
     finally:
         numba.config.CACHE_DIR = previous
 
@@ -190,12 +190,19 @@ def ordered(function: Function) -> Function:
     return _for_kernels(function, _FUSED)
 
 
-def _for_kernels(function: Function, fastmath: set[str]) -> Function:
+def inlined(function: Function) -> Function:
+    """Make a function part of its callers and of their treatment of sums. Each other function of a kernel is
+    optimised once by itself and again as part of each of its callers, so large functions that are called at
+    one place compile faster this way."""
+    return _for_kernels(function, _FUSED, inline="always")
+
+
+def _for_kernels(function: Function, fastmath: set[str], inline: str = "never") -> Function:
     """Compile a function that only compiled code may call; a call from Python ends the process. Without the
     wrappers for Python and C, each of which contains the function once more, kernels compile a sixth
     faster."""
     options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    compiled: Function = numba.njit(fastmath=fastmath, **options)(function)
+    compiled: Function = numba.njit(fastmath=fastmath, inline=inline, **options)(function)
     return compiled
 
 

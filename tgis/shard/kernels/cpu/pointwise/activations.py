@@ -9,10 +9,13 @@ from numba import carray
 
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, operands, ordered, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, multiply_add
+from tgis.shard.layers.activation import CLAMPED_SWIGLU
 
 _F32 = np.float32(0)
-_SILU, _GELU, _GELU_TANH, _RELU, _QUICK_GELU = range(5)
+_SILU, _GELU, _GELU_TANH, _RELU, _QUICK_GELU, _CLAMPED_SWIGLU = range(6)
+_LIMIT = np.float32(7)  # of the clamped gate
 KINDS = {"silu": _SILU, "gelu": _GELU, "gelu_tanh": _GELU_TANH, "relu": _RELU, "quick_gelu": _QUICK_GELU}
+GATED_KINDS = {**KINDS, CLAMPED_SWIGLU: _CLAMPED_SWIGLU}
 
 
 @ordered
@@ -54,6 +57,14 @@ def _quick_gelu(x: Any) -> Any:
 
 
 @ordered
+def _clamped_swiglu(gate: Any, up: Any) -> Any:
+    gate = _LIMIT if gate > _LIMIT else gate
+    up = _LIMIT if up > _LIMIT else up
+    up = -_LIMIT if up < -_LIMIT else up
+    return _quick_gelu(gate) * (up + np.float32(1))
+
+
+@ordered
 def _activate_row(kind: int, x: Any) -> None:
     if kind == _SILU:
         for i in range(x.shape[0]):
@@ -86,6 +97,9 @@ def _multiply_row(kind: int, gate: Any, up: Any, out: Any) -> None:
     elif kind == _RELU:
         for i in range(out.shape[0]):
             out[i] = _relu(gate[i]) * up[i]
+    elif kind == _CLAMPED_SWIGLU:
+        for i in range(out.shape[0]):
+            out[i] = _clamped_swiglu(gate[i], up[i])
     else:
         for i in range(out.shape[0]):
             out[i] = _quick_gelu(gate[i]) * up[i]

@@ -91,6 +91,7 @@ def _gates(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
     for name, is_gated in (("silu", True), ("gelu_tanh", True), ("gelu", False), ("relu", False)):
         yield Input((x, name, is_gated))
     yield Input((x, "quick_gelu", False))
+    yield Input((3 * x, "clamped_swiglu", True))
 
 
 def _turns(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
@@ -113,7 +114,8 @@ def _scorings(draw: Draw, sizes: KernelSizes) -> list[Scoring]:
     slopes = -draw.normal(sizes.num_heads).abs() / 8
     bias = draw.normal(sizes.num_heads, 41)
     scale = sizes.head_dim**-0.5
-    changed = Scoring(scale=1.6 * scale, window=100, soft_cap=5.0, slopes=slopes, bias=bias)
+    sinks = draw.normal(sizes.num_heads)
+    changed = Scoring(scale=1.6 * scale, window=100, soft_cap=5.0, slopes=slopes, bias=bias, sinks=sinks)
     return [Scoring(scale=scale), changed]
 
 

@@ -33,14 +33,16 @@ class ScoreArguments(NamedTuple):
     bias: Tensor | None
     reach: int
     window: int | None
-    chunk: int | None = None
+    chunk: int | None
+    sinks: Tensor | None
 
     @classmethod
     def of(cls, scoring: Scoring) -> "ScoreArguments":
         assert scoring.scale > 0, "a positive scale keeps the order of products"
         reach = 0 if scoring.bias is None else scoring.bias.shape[1] // 2
         optional = scoring.soft_cap or None, scoring.slopes, scoring.bias
-        return cls(scoring.scale, *optional, reach, scoring.window or None, scoring.chunk or None)
+        limits = scoring.window or None, scoring.chunk or None
+        return cls(scoring.scale, *optional, reach, *limits, scoring.sinks)
 
 
 def are_addressable(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor) -> bool:
@@ -90,6 +92,13 @@ def add_keys(state, scores, factor, v, MASKED: tl.constexpr):
     shrink = tl.exp2(best - base)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return top, mass * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def add_sinks(mass, best, sinks, heads):
+    """Return the sums of weights, relative to the maxima `best`, with those of the heads' sinks."""
+    # The limit keeps sums finite if the maximum is much smaller or no key is visible.
+    return mass + tl.exp2(tl.minimum(tl.load(sinks + heads) * LOG2_E - best, 126.0))
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from tgis.shard.kernels.cuda.step_state import (
     StepTensors,
     Word,
 )
+from tgis.shard.layers.activation import CLAMPED_SWIGLU
 from tgis.shard.layers.ops import HeadNorm
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 16, 64, 128
@@ -57,6 +58,7 @@ class ModelShape:
     rotated: int | None = None  # rotated channels per head; None: all
     has_head_norm: bool = False
     has_slopes: bool = False
+    has_sinks: bool = False
     windows: tuple[int | None, ...] = (None,)  # distinct windows of the layers
     chunk: int | None = None  # length of chunks, which some layers have
     soft_cap: float | None = None
@@ -104,6 +106,10 @@ MODELS = (
     ModelShape("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, has_head_norm=True),
     ModelShape("phi-3-mini", 3072, 8192, 32, 32, 96, 32064, windows=(2047,)),
     ModelShape("phi-4", 5120, 17920, 40, 10, 128, 100352),
+    ModelShape(
+        "gpt-oss-20b", 2880, 2880, 64, 8, 64, 201088, CLAMPED_SWIGLU, windows=(None, 128), has_sinks=True
+    ),
+    ModelShape("granite-swash-2b", 2560, 8192, 20, 4, 128, 100352, windows=(None, 128), has_sinks=True),
     ModelShape("olmo-2-7b", 4096, 11008, 32, 32, 128, 100352),
     ModelShape("olmo-3-7b", 4096, 11008, 32, 32, 128, 100278, windows=(None, 4096)),
     ModelShape("smollm3-3b", 2048, 11008, 16, 4, 128, 128256),
@@ -181,11 +187,14 @@ def _floats(*shape: int) -> Tensor:
 
 def _scorings(model: ModelShape) -> Iterator[tuple[str, Scoring]]:
     scale = model.head_dim**-0.5
-    slopes = _floats(model.num_heads) if model.has_slopes else None
+    slopes, sinks = (
+        _floats(model.num_heads) if has_them else None for has_them in (model.has_slopes, model.has_sinks)
+    )
     for window in model.windows:
         bias = _floats(model.num_heads, 2 * REACH + 1) if model.has_encoder else None
         kind = "window" if window else "self"
-        yield kind, Scoring(scale, window=window, soft_cap=model.soft_cap, slopes=slopes, bias=bias)
+        bent = Scoring(scale, soft_cap=model.soft_cap, slopes=slopes, bias=bias, sinks=sinks)
+        yield kind, replace(bent, window=window)
     if model.chunk:
         yield "chunk", Scoring(scale, chunk=model.chunk)
     if model.has_encoder:

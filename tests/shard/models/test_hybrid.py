@@ -1,0 +1,164 @@
+"""Models with Mamba layers behind the router's scheduler: snapshots of states, preemption and lost shards
+never change a token or a log-probability."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.support.greedy import generate
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.driver import configure
+from tests.support.shard.family_cases.llamas import hybrid
+from tests.support.shard.family_oracle import describe, load_model
+from tests.support.shard.scheduled import Service, greedy
+from tests.support.shard.stepping import read_config
+from tgis.router.sequence import Sequence
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.registry import check_sharding, make_spec
+from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.startup.cpu_platform import ON_CPU
+from tgis.shard.startup.load import load, prepare
+
+BLOCK, INTERVAL, NEW_TOKENS = 4, 16, 5
+KINDS = ["linear_attention", "full_attention", "linear_attention"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hybrid")
+    config = transformers.GraniteMoeHybridConfig(
+        **hybrid(num_hidden_layers=3, layer_types=KINDS, num_local_experts=0, mamba_n_heads=2)
+    )
+    write_model(directory, config)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runner(checkpoint: Path) -> ModelRunner:
+    return load(configure(checkpoint, block_size=BLOCK, kv_cache_tokens=1024, dtype="float32"))
+
+
+Result = tuple[list[int], list[float]]
+
+
+def results(service: Service, sequences: list[Sequence]) -> list[Result]:
+    return [(each.token_ids, service.logprobs[each]) for each in sequences]
+
+
+def compute_alone(runner: ModelRunner, token_ids: list[int], num_tokens: int = NEW_TOKENS) -> Result:
+    """Return the result of a sequence whose prompt is one step, in a new cache."""
+    runner.reset()
+    service = Service(runner, 60, 1, 1 << 20, max_prompt_tokens=1 << 10)
+    sequence = greedy(token_ids, num_tokens)
+    service.run([sequence])
+    return results(service, [sequence])[0]
+
+
+def draw_ids(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 99) for _ in range(count)]
+
+
+def test_prompts_of_every_length_equal_transformers(checkpoint: Path, runner: ModelRunner) -> None:
+    """At and around ends of blocks, intervals and transformers' chunks; the second time from a snapshot."""
+    model = load_model(checkpoint, transformers.AutoConfig.from_pretrained(checkpoint))
+    service = Service(runner, 200, 16, INTERVAL)
+    for length in (1, 3, 4, 5, 8, 9, 15, 16, 17, 20, 31, 32, 33, 47, 64, 65):
+        prompt = draw_ids(length, length)
+        expected = describe(prompt, *generate(model, prompt, max_new_tokens=NEW_TOKENS))
+        sequences = [greedy(prompt, NEW_TOKENS) for _ in range(2)]
+        before = service.num_computed
+        service.run(sequences[:1])
+        middle = service.num_computed
+        service.run(sequences[1:])
+        saved = middle - before - (service.num_computed - middle)
+        assert saved == (length - 1) // BLOCK * BLOCK, "all full blocks are found with a state"
+        first, second = results(service, sequences)
+        assert first == second
+        certain = expected.certain
+        assert certain
+        assert first[0][length:][:certain] == expected.token_ids[:certain]
+        assert first[1][:certain] == pytest.approx(expected.logprobs[:certain], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_results_never_depend_on_scheduling(runner: ModelRunner, seed: int) -> None:
+    """Few blocks and slots, shared prefixes, random chunks, and a shard that is lost now and then."""
+    rng = random.Random(seed)
+    prefixes = [draw_ids(seed + i, 40) for i in range(2)]
+    prompts = [rng.choice(prefixes)[: rng.randint(1, 40)] + draw_ids(i, rng.randint(1, 9)) for i in range(10)]
+    expected = {tuple(prompt): compute_alone(runner, prompt, 12) for prompt in prompts}
+    runner.reset()
+    service = Service(runner, num_blocks=24, num_states=6, interval=8, seed=seed)
+    sequences = [greedy(prompt, 12) for prompt in prompts]
+    service.run(sequences, loss=0.01 * seed)
+    for sequence, result in zip(sequences, results(service, sequences), strict=True):
+        assert result == expected[tuple(sequence.token_ids[: sequence.prompt_len])]
+    scheduler = service.scheduler
+    assert scheduler.num_preemptions
+    assert scheduler.num_cache_hits
+    states = scheduler.pool.states
+    assert states is not None
+    assert states.resource_count.is_balanced
+
+
+def test_small_steps_are_replayed_as_kernel_graphs(runner: ModelRunner) -> None:
+    """A captured step must read the slots of each later step."""
+    prompts = [draw_ids(i, 6 + i) for i in range(3)]
+    expected = [compute_alone(runner, prompt, 9) for prompt in prompts]
+    runner.reset()
+    service = Service(runner, 60, 8, INTERVAL, seed=3)
+    sequences = [greedy(prompt, 9) for prompt in prompts]
+    service.run(sequences)
+    assert results(service, sequences) == expected
+    assert runner.forward.find_graph(3) is not None  # type: ignore[attr-defined]
+
+
+def test_memory_holds_a_state_for_each_sequence_and_as_many_snapshots(runner: ModelRunner) -> None:
+    states = runner._builder.states  # type: ignore[attr-defined]
+    assert runner.info.num_states == states.num_slots == 16
+    layers = 2 * 4 * ((2 * 32 * 16) + 3 * (64 + 2 * 16))
+    assert states.shape.num_bytes == layers
+    assert states.memory.nbytes == 16 * layers
+    assert not torch.isnan(states.memory).any()
+
+
+REFUSED = {
+    "mamba_n_heads": (3, "3 Mamba heads in 1 groups do not divide 64 channels"),
+    "mamba_n_groups": (3, "2 Mamba heads in 3 groups do not divide 64 channels"),
+    "mamba_d_head": (16, "mamba_d_head 16 of the configuration is not supported"),
+    "layer_types": (["linear_attention"] * 3, "only Mamba layers, without attention"),
+    "hidden_act": ("gelu", "hidden_act 'gelu' of the configuration is not supported"),
+    "position_embedding_type": ("alibi", "position_embedding_type 'alibi' of the configuration"),
+    "time_step_limit": ([0.0], r"time_step_limit \[0.0\] of the configuration"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_refuses_what_it_cannot_compute(key: str, checkpoint: Path) -> None:
+    value, text = REFUSED[key]
+    config = read_config(checkpoint)
+    make_spec(config)
+    with pytest.raises(UnsupportedModelError, match=text):
+        make_spec({**config, key: value})
+
+
+def test_ranks_that_cannot_share_the_heads_and_gpus_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match="2 Mamba heads in 1 groups cannot be split over 4 shards"
+    ):
+        check_sharding(make_spec(read_config(checkpoint)), 4)
+    on_gpu = replace(ON_CPU, device=torch.device("cuda"))
+    with pytest.raises(UnsupportedModelError, match="models with Mamba layers run only on CPUs"):
+        prepare(configure(checkpoint), on_gpu)
+
+
+def test_layer_types_of_older_configurations(checkpoint: Path) -> None:
+    config = read_config(checkpoint)
+    del config["layer_types"]
+    older = {**config, "layers_block_type": ["mamba", "attention", "mamba"], "time_step_limit": None}
+    assert make_spec(older) == make_spec(read_config(checkpoint))

@@ -1,0 +1,73 @@
+"""Scheduler of the router in front of a model runner, without the processes between them."""
+
+import random
+from dataclasses import dataclass, field
+
+from tgis.pb import shard_pb2 as pb
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.scheduler import Scheduler
+from tgis.router.scheduling.state_pool import StatePool
+from tgis.router.sequence import Details, Sampling, Sequence, Stopping
+from tgis.router.shards.codec import decode_answer, encode_step
+from tgis.shard.runner.interface import ModelRunner
+
+DETAILS = Details(generated_tokens=True, logprobs=True)
+
+
+def greedy(token_ids: list[int], max_new_tokens: int) -> Sequence:
+    return Sequence(list(token_ids), Stopping(max_new_tokens), Sampling(greedy=True), DETAILS)
+
+
+@dataclass
+class Service:
+    """Scheduler and shard. Steps compute at most `max_prompt_tokens` of prompts; 0: a random number."""
+
+    runner: ModelRunner
+    num_blocks: int
+    num_states: int
+    interval: int
+    max_prompt_tokens: int = 0
+    seed: int = 0
+    logprobs: dict[Sequence, list[float]] = field(default_factory=dict)
+    num_computed: int = 0
+    """Number of tokens computed so far."""
+
+    def __post_init__(self) -> None:
+        info = self.runner.info
+        assert self.num_blocks <= info.num_blocks
+        assert self.num_states <= info.num_states
+        states = StatePool(self.num_states, self.interval)
+        self.scheduler = Scheduler(BlockPool(self.num_blocks, info.block_size, states=states), 8)
+        self.random = random.Random(self.seed)
+
+    def run(self, sequences: list[Sequence], loss: float = 0.0) -> None:
+        """Compute the sequences to their ends. With the probability `loss`, the shard is lost in a step."""
+        waiting = list(sequences)
+        self.logprobs |= {sequence: [] for sequence in sequences}
+        while waiting or self.scheduler.running or self.scheduler.waiting:
+            if waiting and (not self.scheduler.running or self.random.random() < 0.6):
+                self.scheduler.add(waiting.pop(0))
+            budget = self.max_prompt_tokens or self.random.randint(1, 40)
+            step = self.scheduler.next_step(budget)
+            assert step is not None, "nothing is in flight"
+            request = pb.StepRequest.FromString(encode_step(step).SerializeToString())
+            answer = decode_answer(step, self.runner.launch(request).answer())
+            if self.random.random() < loss:
+                self.lose()
+                continue
+            self.num_computed += answer.num_tokens
+            self.scheduler.apply_answer(step)
+            assert not answer.failed
+            for sampled in answer.sampled:
+                self.scheduler.append_token(sampled.sequence, sampled.token.token_id)
+                self.logprobs[sampled.sequence].append(sampled.token.logprob)
+                if sampled.ended:
+                    self.scheduler.finish(sampled.sequence)
+
+    def lose(self) -> None:
+        """Lose the shard's rows, blocks and states."""
+        self.runner.reset()
+        pool = self.scheduler.pool
+        for sequence in self.scheduler.running:
+            sequence.num_fatal_steps = 0  # so that none is blamed
+        self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))

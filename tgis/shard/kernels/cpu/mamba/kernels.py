@@ -1,0 +1,227 @@
+"""Compiled kernels of Mamba 2 layers. Tokens of a sequence are computed one after the other, each as if
+alone, so a token's bits do not depend on the step, the chunk of the prompt or the batch that computes it.
+
+The sums of some channels stay in the first-level cache while the tokens of a prompt pass. A token then takes
+few operations compared with the products before and after it. A formulation by products of matrices, whose
+bits would depend on where a prompt is cut, would save little."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.compiler import (
+    Kernel,
+    as_float,
+    keep_alive,
+    llvm_function,
+    next_unit,
+    operands,
+    ordered,
+    pointer,
+)
+from tgis.shard.kernels.cpu.jit.llvm import I64
+from tgis.shard.kernels.cpu.jit.scalar_math import exp
+from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
+from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
+from tgis.shard.memory.state_cache import BLOCK
+
+CHANNELS = 256  # channels of the convolution per unit of work
+_F32, _I64 = np.float32(0), np.int64(0)
+_BYTES = 4
+
+
+@ordered
+def _silu(x: Any) -> Any:
+    return x / (np.float32(1) + exp(-x))
+
+
+@ordered
+def _accumulate(x: Any, weight: Any, out: Any) -> None:
+    for c in range(out.shape[0]):
+        out[c] = fused(x[c], weight[c], out[c])
+
+
+@ordered
+def _copy(x: Any, out: Any) -> None:
+    for c in range(out.shape[0]):
+        out[c] = x[c]
+
+
+@ordered
+def _silu_row(x: Any) -> None:
+    for c in range(x.shape[0]):
+        x[c] = _silu(x[c])
+
+
+@ordered
+def _move_window(rows: Any, column: int, window: Any, begin: int, end: int, first: int, last: int) -> None:
+    """Set channels first ... last of a window to the newest inputs."""
+    before = window.shape[0]
+    for i in range(before):
+        source = end - before + i
+        if source >= begin:
+            _copy(rows[source, column + first : column + last], window[i, first:last])
+        else:
+            _copy(window[before + source - begin, first:last], window[i, first:last])
+
+
+def _convolve(args: Any) -> None:
+    num_tokens, num_seqs, channels, kernel_size, row_size, column = operands(args, 1, 6)
+    slots_address, begins_address, slot_size, windows_address = operands(args, 7, 4)
+    x_address, weight_address, bias_address, out_address = operands(args, 11, 4)
+    slots = carray(pointer(slots_address, _I64), (num_seqs,))
+    begins = carray(pointer(begins_address, _I64), (num_seqs + 1,))
+    rows = carray(pointer(x_address, _F32), (num_tokens, row_size))
+    weight = carray(pointer(weight_address, _F32), (kernel_size, channels))
+    bias = carray(pointer(bias_address, _F32), (channels,))
+    out = carray(pointer(out_address, _F32), (num_tokens, channels))
+    num_parts, before = (channels + CHANNELS - 1) // CHANNELS, kernel_size - 1
+    unit = next_unit(args)
+    while unit < num_seqs * num_parts:
+        sequence, first = unit // num_parts, unit % num_parts * CHANNELS
+        last = min(first + CHANNELS, channels)
+        begin, end = begins[sequence], begins[sequence + 1]
+        address = windows_address + slots[sequence] * slot_size * _BYTES
+        window = carray(pointer(address, _F32), (before, channels))
+        for t in range(begin, end):
+            total = out[t, first:last]
+            _copy(bias[first:last], total)
+            for j in range(kernel_size):
+                source = t - before + j
+                if source >= begin:
+                    _accumulate(rows[source, column + first : column + last], weight[j, first:last], total)
+                else:
+                    _accumulate(window[before + source - begin, first:last], weight[j, first:last], total)
+            _silu_row(total)
+        _move_window(rows, column, window, begin, end, first, last)
+        unit = next_unit(args)
+
+
+def _advance_blocks(num_blocks: int) -> Any:
+    """Return a function that advances blocks of a head by a token: sums = sums * decay + left (step x)^T, and
+    out = sums^T right + skip x. Its arguments are addresses, `factors` that of decay, step and skip."""
+
+    def build_all(
+        b: Any, sums: Any, x: Any, left: Any, right: Any, factors: Any, out: Any, state_size: Any
+    ) -> None:
+        places = [I64(i * BLOCK * _BYTES) for i in range(num_blocks)]
+        decay, step, skip = (llvm.load_broadcast(b, b.add(factors, I64(i * _BYTES)), BLOCK) for i in range(3))
+        inputs = [llvm.load_vector(b, b.add(x, place), BLOCK) for place in places]
+        scaled = [b.fmul(one, step) for one in inputs]
+        size = b.mul(state_size, I64(BLOCK * _BYTES))
+        blocks = [b.add(sums, b.mul(size, I64(i))) for i in range(num_blocks)]
+
+        def build(k: Any, totals: list[Any]) -> list[Any]:
+            offset, row = b.mul(k, I64(_BYTES)), b.mul(k, I64(BLOCK * _BYTES))
+            into = llvm.load_broadcast(b, b.add(left, offset), BLOCK)
+            from_ = llvm.load_broadcast(b, b.add(right, offset), BLOCK)
+            after = []
+            for block, one, total in zip(blocks, scaled, totals, strict=True):
+                before = llvm.load_vector(b, b.add(block, row), BLOCK)
+                value = llvm.multiply_add(b, before, decay, b.fmul(one, into))
+                llvm.store_vector(b, value, b.add(block, row))
+                after.append(llvm.multiply_add(b, value, from_, total))
+            return after
+
+        totals = llvm.loop(b, state_size, [llvm.constant(0.0, BLOCK)] * num_blocks, build)
+        for place, one, total in zip(places, inputs, totals, strict=True):
+            llvm.store_vector(b, llvm.multiply_add(b, one, skip, total), b.add(out, place))
+
+    return llvm_function()(build_all)
+
+
+_advance_pair, _advance_one = _advance_blocks(2), _advance_blocks(1)
+
+
+@ordered
+def _advance_channel(sums: Any, x: Any, left: Any, right: Any, factors: Any, p: int) -> Any:
+    """Do the same for one channel, and return its output."""
+    total, scaled = np.float32(0), x * factors[1]
+    for n in range(left.shape[0]):
+        sums[n, p] = fused(sums[n, p], factors[0], scaled * left[n])
+        total = fused(sums[n, p], right[n], total)
+    return fused(x, factors[2], total)
+
+
+@ordered
+def _find_step(x: Any, shortest: Any, longest: Any) -> Any:
+    """Return softplus(x), clamped."""
+    step = x if x > np.float32(20) else np.float32(np.log1p(np.exp(np.float64(x))))
+    return min(max(step, shortest), longest)
+
+
+def _scan(args: Any) -> None:
+    num_tokens, num_seqs, num_heads, dim, num_groups, state_size, row_size = operands(args, 1, 7)
+    slots_address, begins_address, slot_size, sums_address = operands(args, 8, 4)
+    x_address, rows_address, decay_address, bias_address, skip_address = operands(args, 12, 5)
+    min_bits, max_bits, out_address = operands(args, 17, 3)
+    width, num_channels = num_heads * dim, num_heads * dim + 2 * num_groups * state_size
+    slots = carray(pointer(slots_address, _I64), (num_seqs,))
+    begins = carray(pointer(begins_address, _I64), (num_seqs + 1,))
+    x = carray(pointer(x_address, _F32), (num_tokens, num_channels))
+    rows = carray(pointer(rows_address, _F32), (num_tokens, row_size))
+    decays = carray(pointer(decay_address, _F32), (num_heads,))
+    biases = carray(pointer(bias_address, _F32), (num_heads,))
+    skips = carray(pointer(skip_address, _F32), (num_heads,))
+    out = carray(pointer(out_address, _F32), (num_tokens, width))
+    shortest, longest = as_float(min_bits), as_float(max_bits)
+    num_blocks = dim // BLOCK if dim % BLOCK == 0 else 0
+    factors = np.empty((num_tokens, 3), np.float32)
+    unit = next_unit(args)
+    while unit < num_seqs * num_heads:
+        sequence, head = unit // num_heads, unit % num_heads
+        begin, end, first = begins[sequence], begins[sequence + 1], head * dim
+        address = sums_address + (slots[sequence] * slot_size + first * state_size) * _BYTES
+        sums = carray(pointer(address, _F32), (state_size, dim))
+        left_at = width + head * num_groups // num_heads * state_size
+        right_at = left_at + num_groups * state_size
+        for t in range(begin, end):
+            step = _find_step(rows[t, row_size - num_heads + head] + biases[head], shortest, longest)
+            factors[t, 0], factors[t, 1], factors[t, 2] = exp(step * decays[head]), step, skips[head]
+        for k in range(0, num_blocks, 2):  # so few that their sums fit into the first-level cache
+            part = address + k * state_size * BLOCK * _BYTES
+            for t in range(begin, end):
+                row, place = x_address + t * num_channels * _BYTES, (first + k * BLOCK) * _BYTES
+                inputs = (row + place, row + left_at * _BYTES, row + right_at * _BYTES)
+                given, target = factors.ctypes.data + 3 * t * _BYTES, out_address + t * width * _BYTES + place
+                if k + 1 < num_blocks:
+                    _advance_pair(part, *inputs, given, target, state_size)
+                else:
+                    _advance_one(part, *inputs, given, target, state_size)
+        for t in range(begin, end if num_blocks == 0 else begin):
+            left, right = x[t, left_at : left_at + state_size], x[t, right_at : right_at + state_size]
+            for p in range(dim):
+                out[t, first + p] = _advance_channel(sums, x[t, first + p], left, right, factors[t], p)
+        unit = next_unit(args)
+    keep_alive(factors)
+
+
+@ordered
+def _gate_norm_row(gate: Any, weight: Any, eps: Any, num_groups: int, x: Any) -> None:
+    size = x.shape[0] // num_groups
+    for i in range(x.shape[0]):
+        x[i] *= _silu(gate[i])
+    for first in range(0, x.shape[0], size):
+        part = x[first : first + size]
+        scale = np.float32(1) / np.sqrt(sum_squares(part) / np.float32(size) + eps)
+        for i in range(size):
+            part[i] = part[i] * scale * weight[first + i]
+
+
+def _gate_norm(args: Any) -> None:
+    num_rows, width, rows_per_unit, num_groups, row_size, eps_bits = operands(args, 1, 6)
+    gate_address, weight_address, x_address = operands(args, 7, 3)
+    gates = carray(pointer(gate_address, _F32), (num_rows, row_size))
+    weight = carray(pointer(weight_address, _F32), (width,))
+    x = carray(pointer(x_address, _F32), (num_rows, width))
+    eps = as_float(eps_bits)
+    first = next_unit(args) * rows_per_unit
+    while first < num_rows:
+        for t in range(first, min(num_rows, first + rows_per_unit)):
+            _gate_norm_row(gates[t, :width], weight, eps, num_groups, x[t])
+        first = next_unit(args) * rows_per_unit
+
+
+convolve, scan, gate_norm = Kernel(_convolve), Kernel(_scan), Kernel(_gate_norm)

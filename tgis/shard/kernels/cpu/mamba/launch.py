@@ -1,0 +1,46 @@
+"""Launches the kernels of a Mamba 2 layer."""
+
+from torch import Tensor
+
+from tgis.shard.kernels.cpu.jit.compiler import as_bits, empty
+from tgis.shard.kernels.cpu.mamba import kernels
+from tgis.shard.layers.states import Mamba2
+from tgis.shard.memory.state_cache import StepStates
+
+_FEW = 1 << 14  # multiplications, below which several threads cost more than they save
+
+
+def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> Tensor:
+    """Implement `Kernels.mix_states`."""
+    assert rows.is_contiguous()
+    sizes, cache = mixer.sizes, states.cache
+    num_tokens, row_size = rows.shape
+    num_seqs, slot_size = len(states.slots), cache.memory.stride(0)
+    channels, out = empty(num_tokens, sizes.num_channels), empty(num_tokens, sizes.width)
+    step = (states.slots.data_ptr(), states.begins.data_ptr(), slot_size)
+
+    is_small = num_tokens * sizes.num_channels * sizes.kernel_size < _FEW
+    convolve = kernels.convolve if is_small else kernels.convolve.parallel
+    convolve(
+        *(num_tokens, num_seqs, sizes.num_channels, sizes.kernel_size, row_size, sizes.width),
+        *(*step, cache.windows(layer).data_ptr(), rows.data_ptr()),
+        *(mixer.kernel.data_ptr(), mixer.kernel_bias.data_ptr(), channels.data_ptr()),
+    )
+
+    is_small = num_tokens * sizes.width * sizes.state_size < _FEW
+    scan = kernels.scan if is_small else kernels.scan.parallel
+    scan(
+        *(
+            num_tokens,
+            num_seqs,
+            sizes.num_heads,
+            sizes.head_dim,
+            sizes.num_groups,
+            sizes.state_size,
+            row_size,
+        ),
+        *(*step, cache.sums(layer).data_ptr(), channels.data_ptr(), rows.data_ptr()),
+        *(mixer.decay.data_ptr(), mixer.time_bias.data_ptr(), mixer.skip.data_ptr()),
+        *(as_bits(mixer.min_step), as_bits(mixer.max_step), out.data_ptr()),
+    )
+    return out

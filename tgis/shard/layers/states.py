@@ -1,0 +1,31 @@
+"""Weights of a layer that keeps a state, as kernels receive them."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tgis.shard.memory.state_cache import StateSizes
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """This rank's part of a Mamba 2 layer, without its matrices. Tensors are float32.
+
+    Its input is the product of the first matrix, rows of: gate [width]; channels of the convolution, which
+    become x [num_heads, head_dim], B and C [num_groups, state_size]; time step [num_heads]. For every head:
+
+        step = clamp(softplus(time step + time_bias)), between min_step and max_step
+        sums = sums * exp(step * decay) + step * B x^T     [state_size, head_dim]
+        y    = sums^T C + skip * x                          [head_dim]
+    """
+
+    sizes: StateSizes
+    kernel: Tensor  # [kernel_size, num_channels], weights of the convolution, oldest input first
+    kernel_bias: Tensor  # [num_channels]
+    decay: Tensor  # [num_heads], negative
+    time_bias: Tensor  # [num_heads]
+    skip: Tensor  # [num_heads]
+    norm_weight: Tensor  # [width]
+    eps: float
+    min_step: float = 0.0
+    max_step: float = float("inf")

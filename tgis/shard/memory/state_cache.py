@@ -1,0 +1,117 @@
+"""States of sequences in models with recurrent layers, allocated once. A state is float32, and its size does
+not depend on the length of its sequence."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tgis.shard.memory.kv_cache import CPU, allocate_zeros
+
+BLOCK = 16
+_ALIGNMENT = 16  # elements
+
+
+class StateSizes(NamedTuple):
+    """Sizes of a Mamba 2 layer on one rank."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Number of groups of heads that share two projections."""
+    state_size: int
+    kernel_size: int
+    """Number of tokens that the convolution sees."""
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_width(self) -> int:
+        return self.num_groups * self.state_size
+
+    @property
+    def num_channels(self) -> int:
+        """Number of channels of the convolution."""
+        return self.width + 2 * self.group_width
+
+    @property
+    def block(self) -> int:
+        """Number of neighbouring channels of a head whose sums are stored together, so that they fit into the
+        first-level cache."""
+        return BLOCK if self.head_dim % BLOCK == 0 else self.head_dim
+
+    @property
+    def window_elements(self) -> int:
+        return _align((self.kernel_size - 1) * self.num_channels)
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of one layer's state."""
+        return self.window_elements + _align(self.width * self.state_size)
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Shape of a sequence's state on one rank."""
+
+    num_layers: int
+    sizes: StateSizes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_layers * self.sizes.num_elements * torch.float32.itemsize
+
+
+class StateCache:
+    """Slots for states. A slot has, for each recurrent layer in turn, the window of the convolution's last
+    inputs, [kernel_size - 1, num_channels], oldest first, and the sums, [num_heads, head_dim / block,
+    state_size, block]."""
+
+    def __init__(self, shape: StateShape, num_slots: int, device: torch.device = CPU):
+        self.shape = shape
+        self.num_slots = num_slots
+        num_elements = shape.num_layers * shape.sizes.num_elements
+        self.memory = allocate_zeros((num_slots, num_elements), torch.float32, device)
+
+    def clear(self, slot: int) -> None:
+        """Set a state to that of a sequence without tokens."""
+        self.memory[slot].zero_()
+
+    def copy(self, source: int, target: int) -> None:
+        self.memory[target] = self.memory[source]
+
+    def windows(self, layer: int) -> Tensor:
+        """Return a view of a layer's windows: [num_slots, kernel_size - 1, num_channels]."""
+        sizes = self.shape.sizes
+        count = (sizes.kernel_size - 1) * sizes.num_channels
+        begin = layer * sizes.num_elements
+        part = self.memory[:, begin : begin + count]
+        return part.view(self.num_slots, sizes.kernel_size - 1, sizes.num_channels)
+
+    def sums(self, layer: int) -> Tensor:
+        """Return a view of a layer's sums: [num_slots, num_heads, head_dim / block, state_size, block]."""
+        sizes = self.shape.sizes
+        begin = layer * sizes.num_elements + sizes.window_elements
+        part = self.memory[:, begin : begin + sizes.width * sizes.state_size]
+        num_blocks = sizes.head_dim // sizes.block
+        return part.view(self.num_slots, sizes.num_heads, num_blocks, sizes.state_size, sizes.block)
+
+
+@dataclass(frozen=True)
+class StepStates:
+    """States of a step's sequences, which the step advances by the sequences' new tokens."""
+
+    cache: StateCache
+    slots: Tensor  # int64 [num_seqs]
+    begins: Tensor  # int64 [num_seqs + 1], index of each sequence's first new token, followed by the total
+
+    def copy_into(self, fixed: "StepStates") -> None:
+        """Copy these slots into those of a captured step with the same number of tokens per sequence."""
+        fixed.slots.copy_(self.slots)
+
+
+def _align(num_elements: int) -> int:
+    return -(-num_elements // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,49 @@
+"""Norms whose output only linear layers read, so that factors can be moved from the norm to these layers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.quant.smoothing import ChannelRange, Factors, choose_factors
+
+
+def list_readers(spec: DecoderSpec) -> dict[str, list[str]]:
+    """Return the paths of the linear layers that read a norm's output, by the norm's path. Norms whose output
+    is also the residual stream, or is read by no product that rounds it, are left out."""
+    readers: dict[str, list[str]] = {}
+    if spec.residual != "sequential" or spec.norm_place in ("before", "both"):
+        for layer in range(spec.num_layers):
+            path = f"blocks.{layer}"
+            feed_forward = list(_list_feed_forward(spec, f"{path}.mlp", layer))
+            is_recurrent = spec.mamba is not None and layer in spec.mamba.layers
+            readers[f"{path}.norm_1"] = [f"{path}.mamba.in" if is_recurrent else f"{path}.attention.qkv"]
+            second = "norm_1" if spec.residual == "parallel_shared_norm" else "norm_2"
+            readers.setdefault(f"{path}.{second}", []).extend(feed_forward)
+    if spec.final_norm and spec.embedding_width == spec.hidden_size:
+        readers["norm"] = ["head"]
+    return readers
+
+
+def _list_feed_forward(spec: DecoderSpec, path: str, layer: int) -> Iterator[str]:
+    if spec.experts is None or layer in spec.experts.dense_layers:
+        yield f"{path}.up"
+        return
+    yield f"{path}.router"
+    yield from (f"{path}.experts.{i}.up" for i in range(spec.experts.num_experts))
+    if spec.experts.shared_size:
+        yield f"{path}.shared.up"
+    if spec.experts.has_shared_gate:
+        yield f"{path}.shared_gate"
+
+
+def find_factors(readers: Mapping[str, Sequence[str]], ranges: Mapping[str, ChannelRange]) -> Factors:
+    """Return the factors of norms and of their readers, whose ranges are given by path."""
+    factors: dict[str, Tensor] = {}
+    for norm, paths in readers.items():
+        inputs, weights = (
+            torch.stack(each).amax(0) for each in zip(*(ranges[path] for path in paths), strict=True)
+        )
+        factors |= dict.fromkeys((norm, *paths), choose_factors(ChannelRange(inputs, weights)))
+    return factors
