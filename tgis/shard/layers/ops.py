@@ -177,6 +177,14 @@ class Kernels(Rounder, Protocol):
         int64 [num_tokens], selects each token's set; None selects the first for all. `growth`, float32
         [num_tokens], is defined by `DynamicScaling`."""
 
+    def position_factors(self, positions: Tensor, beta: float, length: int, shift: int) -> Tensor:
+        """Return 1 + beta * log(1 + floor((position + shift) / length)), float32 [num_tokens], for positions
+        int64 [num_tokens]."""
+
+    def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Multiply each row of x, [num_tokens, size], by its factor in place and return x. x may have a row
+        stride larger than `size`."""
+
     def mix_states(self, rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> Tensor:
         """Return y of a Mamba 2 layer, float32 [num_tokens, width], and update the states of layer number
         `layer`. rows: [num_tokens, any], the product of its first matrix."""

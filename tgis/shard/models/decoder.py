@@ -30,7 +30,6 @@ from tgis.shard.models.parts.latent_attention import LatentAttention
 from tgis.shard.models.parts.layer_inputs import LayerInputBranch, LayerInputEmbedding
 from tgis.shard.models.parts.mamba import MambaMixer
 from tgis.shard.models.parts.moe import DenseWithExperts, SparseMLP
-from tgis.shard.models.parts.query_scaling import query_factors
 from tgis.shard.models.spec import DecoderSpec
 
 FeedForward = Callable[[Tensor, BranchInput, TokenAdapters | None], Tensor | None]
@@ -42,7 +41,7 @@ class StepContext:
     plan: AttentionPlan
     angles: tuple[Tensor, ...]  # [2, num_tokens, dim / 2] of each of `DecoderSpec.distinct_ropes`
     adapters: TokenAdapters | None
-    query_factors: Tensor | None = None  # float32 [num_tokens, 1], for layers that scale queries
+    query_factors: Tensor | None = None  # float32 [num_tokens], for layers that scale queries
     states: StepStates | None = None  # of recurrent layers
     layer_inputs: Tensor | None = None  # float32 [num_tokens, num_layers, width], of `LayerInputs`
 
@@ -186,7 +185,10 @@ class Decoder:
         x = self._embed(inputs)
         angles = tuple(rotary(inputs.positions, inputs.is_long) for rotary in self._rotaries)
         scaling = self.spec.query_scaling
-        factors = None if scaling is None else query_factors(inputs.positions, scaling)
+        factors = None
+        if scaling is not None:
+            numbers = scaling.beta, scaling.length, scaling.shift
+            factors = self.parts.kernels.position_factors(inputs.positions, *numbers)
         layer_inputs = None if self._embed_layers is None else self._embed_layers(x, inputs)
         shared = (angles, inputs.adapters, factors, inputs.states, layer_inputs)
         return x, StepContext(attention, inputs.plan, *shared)

@@ -169,8 +169,9 @@ class MambaSpec:
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Factor of queries that grows with the position: 1 + beta * log(1 + floor((position + shift) /
-    length))."""
+    """Factor of queries that grows with the position: 1 + beta * log(1 + floor((position + shift) / length)).
+    It keeps the softmax sharp over long sequences (Nakanishi, "Scalable-Softmax Is Superior for Attention",
+    2025)."""
 
     beta: float
     length: int

@@ -217,6 +217,7 @@ def test_small_operators(dtype: torch.dtype) -> None:
         lambda kernels, x: kernels.add(x, other),
         lambda kernels, x: kernels.add(x, row),
         lambda kernels, x: kernels.scale(x, 0.3),
+        lambda kernels, x: kernels.scale_rows(x, other[:, 0]),
         lambda kernels, x: kernels.clamp(x, 1.0),
         lambda kernels, x: kernels.soft_cap(x, 2.0),
         lambda kernels, x: kernels.activate(x, "gelu_tanh"),

@@ -19,6 +19,7 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.mamba import kernels as mamba_kernels
 from tgis.shard.kernels.cpu.mamba import launch as mamba
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
+from tgis.shard.kernels.cpu.pointwise.position_factors import position_factors
 from tgis.shard.kernels.cpu.rounding.rounder import CpuRounder
 from tgis.shard.layers.lora import LORA_TILE, Deltas, TokenAdapters
 from tgis.shard.layers.ops import CodeTable, HeadNorm, Product, Unfused
@@ -109,6 +110,15 @@ class CpuKernels(CpuRounder, Unfused):
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return _change(x, "soft_cap", cap)
+
+    def position_factors(self, positions: Tensor, beta: float, length: int, shift: int) -> Tensor:
+        out = empty(len(positions))
+        numbers = (as_bits(beta), length, shift)
+        position_factors(len(positions), *numbers, positions.data_ptr(), out.data_ptr())
+        return out
+
+    def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
+        return _change(x, "scale_rows", other=factors.data_ptr(), stride=1)
 
     def activate(self, x: Tensor, name: str) -> Tensor:
         _run(activations.activate, x.shape, activations.KINDS[name], x.data_ptr())

@@ -78,6 +78,13 @@ class TorchKernels(Unfused):
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return x.div_(cap).tanh_().mul_(cap)
 
+    def position_factors(self, positions: Tensor, beta: float, length: int, shift: int) -> Tensor:
+        periods = torch.div(positions + shift, length, rounding_mode="floor")
+        return 1 + beta * torch.log1p(periods.float())
+
+    def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
+        return x.mul_(factors.unsqueeze(1))
+
     def activate(self, x: Tensor, name: str) -> Tensor:
         return x.copy_(ACTIVATIONS[name](x))
 

@@ -96,6 +96,7 @@ class SelfAttention:
         self._heads = Heads(spec.num_heads // size, num_kv_heads, head_norm)
         self._repeats_keys = spec.kv_projections == "keys"
         self._q_size = q_size // size
+        self._scale_rows = parts.kernels.scale_rows
         if spec.qk_norm == "whole":
             self._whole_norms = (
                 SplitNorm(parts, f"{path}.q_norm", q_size, size, spec.norm_eps),
@@ -113,7 +114,7 @@ class SelfAttention:
         query_factors: Tensor | None = None,
     ) -> Tensor | None:
         """Return the output still to be added to x, the residual stream, or None if it was added. The
-        factors, [num_tokens, 1], multiply the queries of layers without norms of heads."""
+        factors, [num_tokens], multiply the queries of layers without norms of heads."""
         qkv = self._norm_product(*source, self._qkv, None, adapters)  # [num_tokens, own q, k and v]
         if self._clip is not None:
             self._clamp(qkv, self._clip)
@@ -122,7 +123,7 @@ class SelfAttention:
         if self._repeats_keys:
             qkv = torch.cat((qkv, qkv[:, self._q_size :]), 1)
         if query_factors is not None:
-            qkv[:, : self._q_size] *= query_factors
+            self._scale_rows(qkv[:, : self._q_size], query_factors)
         # [num_tokens, num_heads, head_dim]
         y = attention.run(self._layer, qkv, self._heads, angles, plan, self._scoring)
         return self._output(x, y.flatten(1), adapters)

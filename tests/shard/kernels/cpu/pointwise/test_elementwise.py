@@ -3,9 +3,13 @@
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
+from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
+from tgis.shard.kernels.portable.ops import TorchKernels
 
+PORTABLE = TorchKernels(CPU)
 ROWS, SIZE = 5, 37
 
 
@@ -27,6 +31,23 @@ def test_sums(x: Tensor, shape: tuple[int, ...]) -> None:
 def test_a_factor(x: Tensor) -> None:
     expected = x * torch.tensor(0.3)
     assert CPU_KERNELS.scale(x, 0.3).equal(expected)
+
+
+def test_factors_of_rows(x: Tensor) -> None:
+    factors = torch.randn(ROWS)
+    expected = x * factors.unsqueeze(1)
+    assert CPU_KERNELS.scale_rows(x, factors) is x
+    assert x.equal(expected)
+
+
+def test_factors_of_positions() -> None:
+    positions = torch.tensor([0, 1, 7, 8, 15, 16, 100, 16383, 16384, 300000])
+    for length in (8, 16384):
+        expected = get_llama_4_attn_scale(positions[None], 0.3, length).flatten()
+        torch.testing.assert_close(CPU_KERNELS.position_factors(positions, 0.3, length, 0), expected)
+        torch.testing.assert_close(PORTABLE.position_factors(positions, 0.3, length, 0), expected)
+        shifted = CPU_KERNELS.position_factors(positions, 0.3, length, 1)
+        assert shifted.equal(CPU_KERNELS.position_factors(positions + 1, 0.3, length, 0))
 
 
 def test_clamping_keeps_nan(x: Tensor) -> None:

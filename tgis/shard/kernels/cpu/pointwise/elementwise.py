@@ -1,4 +1,5 @@
-"""Compiled kernel of elementwise operations in place: add, scale, clamp, soft cap."""
+"""Compiled kernel of elementwise operations in place: add, scale all rows or each row, clamp,
+soft cap."""
 
 from typing import Any
 
@@ -9,8 +10,8 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, next_unit, ope
 from tgis.shard.kernels.cpu.jit.scalar_math import tanh
 
 _F32 = np.float32(0)
-_ADD, _SCALE, _CLAMP, _SOFT_CAP = range(4)
-KINDS = {"add": _ADD, "scale": _SCALE, "clamp": _CLAMP, "soft_cap": _SOFT_CAP}
+_ADD, _SCALE, _CLAMP, _SOFT_CAP, _SCALE_ROWS = range(5)
+KINDS = {"add": _ADD, "scale": _SCALE, "clamp": _CLAMP, "soft_cap": _SOFT_CAP, "scale_rows": _SCALE_ROWS}
 
 
 @ordered
@@ -21,6 +22,9 @@ def _change_row(kind: int, x: Any, other: Any, number: Any) -> None:
     elif kind == _SCALE:
         for i in range(x.shape[0]):
             x[i] *= number
+    elif kind == _SCALE_ROWS:
+        for i in range(x.shape[0]):
+            x[i] *= other[0]
     elif kind == _CLAMP:
         for i in range(x.shape[0]):
             # These comparisons keep NaN.

@@ -60,6 +60,7 @@ class ModelShape:
     has_slopes: bool = False
     has_sinks: bool = False
     windows: tuple[int | None, ...] = (None,)  # distinct windows of the layers
+    chunk: int | None = None  # length of chunks, which some layers have
     soft_cap: float | None = None
     has_encoder: bool = False  # also has relative position biases and cross-attention
     shards: tuple[int, ...] = (1,)
@@ -110,6 +111,11 @@ MODELS = (
     ),
     ModelShape("granite-swash-2b", 2560, 8192, 20, 4, 128, 100352, windows=(None, 128), has_sinks=True),
     ModelShape("olmo-2-7b", 4096, 11008, 32, 32, 128, 100352),
+    ModelShape("olmo-3-7b", 4096, 11008, 32, 32, 128, 100278, windows=(None, 4096)),
+    ModelShape("smollm3-3b", 2048, 11008, 16, 4, 128, 128256),
+    ModelShape("ministral-3-8b", 4096, 14336, 32, 8, 128, 131072),
+    ModelShape("llama-4-scout", 5120, 8192, 40, 8, 128, 202048, has_head_norm=True, chunk=8192, shards=(2,)),
+    ModelShape("glm-4.5-air", 4096, 1408, 96, 8, 128, 151552, rotated=64, shards=(2,)),
     LayerNormShape("gpt2-xl", 1600, 6400, 25, 25, 64, 50257),
     LayerNormShape("gpt-neox-20b", 6144, 24576, 64, 64, 96, 50432, rotated=24, shards=(1, 2)),
     LayerNormShape("opt-2.7b", 2560, 10240, 32, 32, 80, 50272, activation="relu"),
@@ -189,6 +195,8 @@ def _scorings(model: ModelShape) -> Iterator[tuple[str, Scoring]]:
         kind = "window" if window else "self"
         bent = Scoring(scale, soft_cap=model.soft_cap, slopes=slopes, bias=bias, sinks=sinks)
         yield kind, replace(bent, window=window)
+    if model.chunk:
+        yield "chunk", Scoring(scale, chunk=model.chunk)
     if model.has_encoder:
         yield "encoder", Scoring(scale, causal=False, bias=bias)
         yield "cross", Scoring(scale, causal=False)
