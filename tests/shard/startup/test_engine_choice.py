@@ -29,8 +29,9 @@ CONFIGS = {
     "a feature of theirs": transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True),
     "encoder-decoder": transformers.MT5Config(),
     "ALiBi": transformers.BloomConfig(),
+    "different layers": transformers.Gemma4TextConfig(**SMALL, head_dim=8),
 }
-ONLY_OURS = ("encoder-decoder", "ALiBi")
+ONLY_OURS = ("encoder-decoder", "ALiBi", "different layers")
 THEIRS = ("hf_transformers", "hf_accelerate")
 CHOICES = [
     ("ours", None, 1, "tgis_native"),
