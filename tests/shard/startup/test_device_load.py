@@ -11,8 +11,9 @@ import torch
 from tests.support.cuda.graph_sizes import of_rows
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
-from tests.support.shard.checkpoints import write_llama
+from tests.support.shard.checkpoints import write_llama, write_model
 from tests.support.shard.driver import Request, Router, configure
+from tests.support.shard.family_cases.llamas import CASES
 from tests.support.shard.portable import plain
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import CPU
@@ -89,6 +90,17 @@ def test_arithmetic_of_cpus_on_a_gpu(
     assert not caplog.messages
     prepare(configure(model_path, cpu_arithmetic="bfloat16"))
     assert caplog.messages == ["--cpu-arithmetic has no effect: the model runs on a GPU"]
+
+
+def test_models_whose_layers_differ_run_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, CASES["gemma4_text"]())
+    monkeypatch.setattr(choose_platform, "find_device", lambda *_: torch.device("cuda", 0))
+    assert prepare(configure(tmp_path)).on.device.type == "cpu"
+    assert caplog.messages == [
+        "the GPUs are not used: their kernels support only models whose layers have equal heads"
+    ]
 
 
 @pytest.mark.parametrize(

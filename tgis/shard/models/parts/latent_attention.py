@@ -74,7 +74,7 @@ class LatentAttention:
         if self._q is not None:
             q = self._norm_product(q.contiguous(), None, self._q_norm, self._q, None, adapters)
         if query_factors is not None:
-            q = q * query_factors
+            q = q * query_factors.unsqueeze(1)
         q = self._absorb(
             q.reshape(len(q), self._num_heads, -1), adapters
         )  # [num_tokens, num_heads, page_dim]
