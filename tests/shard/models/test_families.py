@@ -138,9 +138,8 @@ REFUSED = {
     "num_hidden_layers 2147483648 of the configuration is larger than 2147483647": {
         "num_hidden_layers": 1 << 31
     },
-    "rope type 'mrope' is not supported; supported are: default, linear, dynamic, llama3, yarn, longrope": {
-        "rope_parameters": {"rope_type": "mrope", "factor": 2.0}
-    },
+    "rope type 'mrope' is not supported; supported are: default, linear, dynamic, llama3, yarn, longrope, "
+    "proportional": {"rope_parameters": {"rope_type": "mrope", "factor": 2.0}},
     "low_freq_factor is missing in the model's configuration": {
         "rope_parameters": {"rope_type": "llama3", "factor": 2.0}
     },

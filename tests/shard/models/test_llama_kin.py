@@ -449,9 +449,9 @@ REFUSED: dict[str, Config] = {
         "model_type": "llama4_text",
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
     },
-    "text_config of the model type 'mistral4' is not supported": {
+    "text_config of the model type 'qwen2' is not supported": {
         "model_type": "mistral3",
-        "text_config": {**LEAST, "model_type": "mistral4"},
+        "text_config": {**LEAST, "model_type": "qwen2"},
     },
     "tokens cannot use 8 of 16 experts from 1 of 4 groups": {
         "model_type": "glm4_moe",

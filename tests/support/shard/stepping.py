@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.interface import StepLayout
+from tgis.shard.attention.interface import Attention, StepLayout
+from tgis.shard.attention.layered import open_attention
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
-from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
+from tgis.shard.memory.layered_cache import allocate_cache
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
@@ -32,10 +33,8 @@ def load(directory: Path, group: ProcessGroup = ALONE, dtype: torch.dtype = torc
 
 def new_attention(
     model: Decoder, group: ProcessGroup = ALONE, block_size: int = 4, dtype: torch.dtype = torch.float32
-) -> CpuAttention:
-    spec = model.spec
-    heads = local_kv_heads(spec, group)
-    return CpuAttention(KVCache(spec.num_layers, NUM_BLOCKS, block_size, heads, spec.head_dim, dtype))
+) -> Attention:
+    return open_attention(allocate_cache(model.spec, group, NUM_BLOCKS, block_size, dtype), CpuAttention)
 
 
 def make_layout(spans: Sequence[tuple[int, int]], tables: Sequence[list[int]]) -> StepLayout:

@@ -265,7 +265,7 @@ class DecoderSpec(LayerSpec):
     @property
     def distinct_ropes(self) -> tuple[Rope, ...]:
         """Rotary embeddings of all layers, each once."""
-        ropes = (self.layer_rope(layer) for layer in range(self.num_layers))
+        ropes = self.layer_ropes or (self.rope, self.local_rope)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 

@@ -155,7 +155,7 @@ def test_rounds_as_torch_does(dtype: torch.dtype) -> None:
 
 def test_size_of_a_block() -> None:
     class Model(NamedTuple):
-        num_layers: int
+        num_cache_layers: int
         num_kv_heads: int
         head_dim: int
 

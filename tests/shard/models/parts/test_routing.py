@@ -19,7 +19,7 @@ PLAIN = Experts(NUM_EXPERTS, NUM_ACTIVE, 8, probabilities="sigmoid", has_choice_
 def route(experts: Experts, bias: Tensor, scores: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Return the weights of all experts, [num_tokens, NUM_EXPERTS], 0 for those that are not chosen."""
     monkeypatch.setattr(routing, "read_choice_bias", lambda *_: bias)
-    weights, chosen = routing.Router(experts, None, "")(scores)  # type: ignore[arg-type]
+    weights, chosen = routing.ExpertRouter(experts, None, "")(scores)  # type: ignore[arg-type]
     return torch.zeros_like(scores).scatter(1, chosen, weights)
 
 

@@ -2,6 +2,7 @@
 libraries, or reference packers, make of the same codes."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,16 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.models import registry, skeleton
 from tgis.shard.quant.registry import find_format
 
-FAMILIES = ("llama_grouped_queries", "gpt2", "granitemoe", "mixtral", "falcon_40b", "t5", "deepseek_v3")
+FAMILIES = ("llama_grouped_queries", "gpt2", "granitemoe", "mixtral", "falcon_40b", "t5")
+# DeepSeek's own format, also for latents.
+LATENT = ("fp8, a scale for each block", "deepseek_v3")
 ALL_KINDS = KINDS | PACKED_KINDS
 # `make test` runs each kind once, and families that stack, transpose, group and use entries of experts.
 QUICK = {
     ("fp8, a scale for each matrix", "granitemoe", 2),
     ("fp8, a scale for each row", "t5", 1),
     ("fp8, a scale for each block", "llama_grouped_queries", 2),
-    ("fp8, a scale for each block", "deepseek_v3", 1),
+    (*LATENT, 1),
     ("nf4", "gpt2", 2),
     ("fp4, nested", "falcon_40b", 1),
     ("int8", "mixtral", 1),
@@ -54,8 +57,7 @@ def plan() -> list[object]:
             id=f"{kind}, {case}, {size} ranks",
             marks=[] if (kind, case, size) in QUICK else [pytest.mark.slow],
         )
-        for kind in ALL_KINDS
-        for case in FAMILIES
+        for kind, case in (*product(ALL_KINDS, FAMILIES), LATENT)
         for size in (1, 2)
     ]
 

@@ -140,14 +140,14 @@ def _compile(function: Callable[[Any], None]) -> Any:
 def _compile_or_read(function: Callable[[Any], None], directory: Path | None) -> Any:
     signature = types.void(_ADDRESS)
     if directory is None:
-        return numba.cfunc(signature, error_model="numpy", fastmath=_FUSED)(function)
+        return numba.cfunc(signature, error_model="numpy")(function)
     previous = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(directory)
     try:
-        return numba.cfunc(signature, cache=True, error_model="numpy", fastmath=_FUSED)(function)
+        return numba.cfunc(signature, cache=True, error_model="numpy")(function)
     except Exception as error:  # an error in the function itself is raised again below
         logger.warning("compiled code cannot be stored: %s", error)
-        return numba.cfunc(signature, error_model="numpy", fastmath=_FUSED)(function)
+        return numba.cfunc(signature, error_model="numpy")(function)
     finally:
         numba.config.CACHE_DIR = previous
 
