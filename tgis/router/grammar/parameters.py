@@ -34,8 +34,8 @@ def allows_any(schema_text: str) -> bool:
 
 
 def _read(name: str, part: Any, shared: dict[str, Any], is_required: bool) -> Parameter:
-    if not isinstance(part, dict):
-        return Parameter(name, json.dumps(part), False, (), is_required)
+    if not isinstance(part, dict):  # true, which allows any value
+        return Parameter(name, "{}", False, (), is_required)
     values = [part["const"]] if "const" in part else part.get("enum")
     is_choice = isinstance(values, list) and bool(values) and all(isinstance(each, str) for each in values)
     return Parameter(
