@@ -159,6 +159,37 @@ KINDS = {
 }
 
 
+_QWEN_END = r"</function>\s*</tool_call>\s*"
+TAGGED_KINDS = {
+    "glm45": (
+        r"<tool_call>\s*(f_long|f|look\.up|é-ü)\s*((?:<arg_key>.*?</arg_value>\s*)*)</tool_call>\s*",
+        r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+    ),
+    "qwen3_coder": (
+        r"<tool_call>\s*<function=(f_long|f|look\.up|é-ü)>\s*((?:<parameter=.*?</parameter>\s*)*)"
+        + _QWEN_END,
+        r"<parameter=(.*?)>\n(.*?)\n</parameter>",
+    ),
+}
+"""Patterns of a call and of an argument, for formats whose arguments are between tags."""
+
+
+def read_tagged(kind: str, text: str, texts: set[tuple[str, str]]) -> list[tuple[str, Any]]:
+    """Return the complete calls in a text. `texts` are the functions and keys whose values are texts."""
+    call, argument = (re.compile(pattern, re.DOTALL) for pattern in TAGGED_KINDS[kind])
+    return [
+        (name, {key: _tagged_value(value, (name, key) in texts) for key, value in argument.findall(body)})
+        for name, body in call.findall(text)
+    ]
+
+
+def _tagged_value(text: str, is_text: bool) -> Any:
+    try:
+        return text if is_text else json.loads(text)
+    except ValueError:
+        return text
+
+
 class Writer:
     """Writer of random answers in one format."""
 

@@ -8,16 +8,19 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from tgis.router.grammar.answer_rules import AnswerRules, CallRule, CallRules, Mark, ReasoningRule
+from tgis.router.grammar.answer_rules import AnswerRules, CallRule, CallRules, Mark, ReasoningRule, Tags
 from tgis.router.grammar.conversion import HEADER
 from tgis.router.grammar.json_schema.reading import read_schema
 from tgis.router.grammar.message_grammar import write_message_grammar
+from tgis.router.grammar.parameters import Parameter, allows_any, read_parameters
 
 ANYTHING = "(?s:.*)"
 BLANKS = r"[ \t\r\n]{0,8}"
 _SPECIAL_CHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 _JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]')
 _LAST_KEY = re.compile(r'("[^"]*")\s*:\s*$')
+
+_KEY = r"KEY: /[^<>\n]+/"
 
 
 def write_answer_grammar(rules: AnswerRules, text_grammar: str | None, number: Callable[[int], int]) -> str:
@@ -91,8 +94,49 @@ class _AnswerGrammar:
         for i, function in enumerate(rules.functions):
             head = self._head(i, function, rules)
             tail = self._sequence(function.tail, rules)
-            schema = read_schema(function.schema, function.is_strict)
-            self._lines.append(f"call_{i}: {head} %json {schema} {tail}")
+            if function.tags is None:
+                arguments = f"%json {read_schema(function.schema, function.is_strict)}"
+            else:
+                arguments = self._tagged(function, function.tags, rules)
+            self._lines.append(f"call_{i}: {head} {arguments} {tail}")
+
+    def _tagged(self, function: CallRule, tags: Tags, rules: CallRules) -> str:
+        """Return the grammar of arguments between tags, in the order of the schema."""
+        before_value = tags.key_end + tags.value_begin
+        if allows_any(function.schema):
+            if _KEY not in self._lines:
+                self._lines.append(_KEY)
+            begin = self._sequence(tags.key_begin, rules)
+            return f"({begin} KEY {self._sequence(before_value, rules)} {self._tagged_text(tags, rules)})*"
+        parts = []
+        for parameter in read_parameters(function.schema):
+            begin = self._sequence(tags.key_begin + parameter.name + before_value, rules)
+            value = self._tagged_value(function, parameter, tags, rules)
+            parts.append(f"({begin} {value}){'' if parameter.is_required else '?'}")
+        return " ".join(parts)
+
+    def _tagged_value(self, function: CallRule, parameter: Parameter, tags: Tags, rules: CallRules) -> str:
+        """Return the grammar of a value and its end."""
+        end = self._sequence(tags.value_end, rules)
+        if parameter.choices:
+            return f"({' | '.join(map(json.dumps, parameter.choices))}) {end}"
+        if parameter.is_text:
+            return self._tagged_text(tags, rules)
+        return f"%json {read_schema(parameter.schema, function.is_strict)} {end}"
+
+    def _tagged_text(self, tags: Tags, rules: CallRules) -> str:
+        """Return the grammar of a text up to and including its end."""
+        end = tags.value_end.strip()
+        after = self._sequence(tags.value_end[tags.value_end.index(end) + len(end) :], rules)
+        mark = next((mark for mark in rules.marks if mark.text == end), None)
+        if mark is None:
+            line = f"tagged[lazy]: /{ANYTHING}{_quote(end)}/"
+            value = "tagged"
+        else:
+            line, value = f"TAGGED: {_any_but(_containing(end))}", f"TAGGED? {self._mark(mark)}"
+        if line not in self._lines:
+            self._lines.append(line)
+        return f"{value} {after}"
 
     def _head(self, index: int, function: CallRule, rules: CallRules) -> str:
         """Return the beginning of a call. Without a mark before it, it may contain white space like any text

@@ -29,6 +29,15 @@ class ReasoningRule:
     tokens. After a `begin` that is not special, `end` may be forced one token earlier."""
 
 
+class Tags(NamedTuple):
+    """Texts around the key and the value of each argument, for calls that are not JSON."""
+
+    key_begin: str
+    key_end: str
+    value_begin: str
+    value_end: str
+
+
 class CallRule(NamedTuple):
     """Rule for calls of one function: `head`, arguments that match the JSON schema, and `tail`."""
 
@@ -39,6 +48,8 @@ class CallRule(NamedTuple):
     """False if unsupported parts of the schema are ignored."""
     field: str
     """Request field of the schema, for example `tools[0].function.parameters`."""
+    tags: Tags | None = None
+    """None if the arguments are a JSON object."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tgis.router.grammar.answer_rules import FREE, AnswerRules, CallRule
 from tgis.router.grammar.conversion import HEADER, cause_of, convert
 from tgis.router.grammar.errors import InvalidGrammarError
 from tgis.router.grammar.json_schema.reading import has_unknown_formats, read_schema
+from tgis.router.grammar.parameters import read_parameters
 
 CPU_LIMIT_S = 0.1  # a schema of 300 properties takes 20 ms
 CPU_LIMIT_FOR_FUNCTION_S = 0.002  # requests have at most 128 functions
@@ -113,7 +114,8 @@ class Compiler:
 
     def _keep_or_loosen(self, function: CallRule) -> CallRule:
         try:
-            _try(f"{HEADER}start: %json {read_schema(function.schema, function.is_strict)}", self._bytes)
+            for schema in _list_values(function):
+                _try(f"{HEADER}start: %json {read_schema(schema, function.is_strict)}", self._bytes)
         except InvalidGrammarError as error:
             if function.is_strict:
                 raise InvalidGrammarError(str(error), function.field) from error
@@ -143,6 +145,13 @@ def _try(grammar: str, tokenizer: LLTokenizer) -> None:
         if not allowed:
             return
         matcher.consume_token(r.choice(allowed))
+
+
+def _list_values(function: CallRule) -> list[str]:
+    """Return the schemas of the JSON values that a call has."""
+    if function.tags is None:
+        return [function.schema]
+    return [each.schema for each in read_parameters(function.schema) if not each.is_text]
 
 
 def _list_schemas(kind: str, text: str, rules: AnswerRules | None) -> Iterator[str]:

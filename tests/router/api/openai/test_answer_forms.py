@@ -39,6 +39,10 @@ TEXTS = {
     "granite": f"<|tool_call|>[{WEATHER}, {NOW}]",
     "phi4": f"<|tool_call|>[{WEATHER}, {NOW}]<|/tool_call|>",
     "gemma4": '<|tool_call>call:weather{"city": "Bonn"}<tool_call|><|tool_call>call:now{}<tool_call|>',
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>\n"
+    "<tool_call>now\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n</function>\n"
+    "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "phi4_functools": f"functools[{WEATHER}, {NOW}]",
     "deepseek_v3": f"{D['calls begin']}{D['call begin']}function{D['sep']}weather\n```json\n"
     f'{{"city": "Bonn"}}\n```{D["call end"]}\n{D["call begin"]}function{D["sep"]}now\n```json\n{{}}\n```'
@@ -48,6 +52,7 @@ TEXTS = {
 }
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>"]
 MARKS += ["<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"]
+MARKS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 MARKS += [*D.values(), "<think>", "</think>", "[THINK]", "[/THINK]", *harmony.MARKS]
 
 
@@ -110,6 +115,41 @@ def test_calls_of_every_format(kind: str, are_marks: bool, vocabularies: dict[bo
     after_text = read(form, f"hello\n{text}", tokenizer)
     # Llama 3's calls must be the whole answer.
     assert after_text == ((None, f"hello\n{text}", []) if kind == "llama3" else (None, "hello", CALLS))
+
+
+TAGGED_SCHEMA = {
+    "type": "object",
+    "properties": {"s": {"type": "string"}, "n": {"$ref": "#/$defs/count"}},
+    "required": ["n"],
+    "$defs": {"count": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize("are_marks", [False, True])
+@pytest.mark.parametrize("kind", ["glm45", "qwen3_coder"])
+def test_values_between_tags_follow_the_schema(
+    kind: str, are_marks: bool, vocabularies: dict[bool, Tokenizer]
+) -> None:
+    tools = [Tool({"name": "f", "parameters": TAGGED_SCHEMA}), Tool({"name": "any", "parameters": {}})]
+    body = ChatRequest(messages=[], tools=tools, tool_choice="required")
+    tokenizer = vocabularies[are_marks]
+    formats = ChatFormats(next(each for each in TOOL_FORMATS if each.name == kind))
+    form = make_form(tokenizer, formats, "", body)
+
+    def write(name: str, **values: str) -> str:
+        if kind == "glm45":
+            pairs = (f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items())
+            return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+        pairs = (f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+        return f"<tool_call>\n<function={name}>\n{''.join(pairs)}</function>\n</tool_call>"
+
+    text = write("f", s='5 "<b>"\nx', n="12")
+    assert takes(tokenizer, form, text)
+    assert read(form, text, tokenizer)[2] == [("f", '{"s": "5 \\"<b>\\"\\nx", "n": 12}')]
+    assert takes(tokenizer, form, write("f", n="12"))
+    assert takes(tokenizer, form, write("any", a="x", b="1"))
+    for wrong in (write("f", s="x"), write("f", n="x"), write("f", n="1", t="1"), write("g", n="1")):
+        assert not takes(tokenizer, form, wrong)
 
 
 @pytest.mark.parametrize("are_marks", [False, True])

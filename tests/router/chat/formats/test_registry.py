@@ -26,6 +26,7 @@ EXPECTED = {
     "deepseek_reasoning": (None, "think"),
     "deepseek_tools": ("deepseek_v3", None),
     "gemma4": ("gemma4", "gemma4"),
+    "glm45": ("glm45", "think"),
     "gpt_oss": ("harmony", "harmony"),
     "granite_tools": ("granite", "granite"),
     "llama3_tools": ("llama3", None),
@@ -34,13 +35,14 @@ EXPECTED = {
     "phi_functools": ("phi4_functools", None),
     "phi_tools": ("phi4", None),
     "qwen3": ("hermes", "think"),
+    "qwen3_coder": ("qwen3_coder", "think"),
     "smollm3": ("hermes", "think"),
 }
 # Instructions for function calls in published templates.
 PUBLISHED = {
     "hermes": """{{- '<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}""",
     "llama3": """"Environment: ipython\\n" {{- '{"name": "' + name + '", ' }}{{- '"parameters": ' }}""",
-    None: "'<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>\\nvalue_1\\n'",
+    "qwen3_coder": "'<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>'",
 }
 ONE_CALL = {"gpt_oss", "llama3_tools"}
 NO_CONTENT = {"llama3_tools", "mistral_tools"}
@@ -55,11 +57,22 @@ ENDS = (
     "<|end_of_text|>\n",
     "<|eot|>",
     "<｜end▁of▁sentence｜>",
+    "",
 )
 USER = {"role": "user", "content": "Hello"}
 ARGUMENTS = [{}, {"q": 'a}"]</tool_call>é\n', "n": [1, {"x": None}]}]
 NAMES = ("look_up", "add")
-REASONING = ["gemma4", "qwen3", "smollm3", "granite_tools", "mistral_reasoning", "deepseek_hybrid", "gpt_oss"]
+REASONING = [
+    "gemma4",
+    "glm45",
+    "qwen3",
+    "qwen3_coder",
+    "smollm3",
+    "granite_tools",
+    "mistral_reasoning",
+    "deepseek_hybrid",
+    "gpt_oss",
+]
 CHECKED = [family for family in EXPECTED if EXPECTED[family][0]]
 
 
@@ -150,6 +163,7 @@ def test_options_name_formats() -> None:
         ("none", "none"): (None, None),
         ("llama3", "mistral"): ("llama3", "mistral"),
         ("llama3_json", "deepseek_r1"): ("llama3", "think"),
+        ("qwen3_xml", "none"): ("qwen3_coder", None),
         ("phi4_mini_json", "qwen3"): ("phi4_functools", "think"),
         ("auto", "granite"): ("hermes", "granite"),
     }

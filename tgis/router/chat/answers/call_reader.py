@@ -1,12 +1,14 @@
 """Parses one tool call, after the parts that precede it."""
 
+import json
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
+from tgis.router.chat.answers import tagged_value
 from tgis.router.chat.answers.loose_value import to_json
 from tgis.router.chat.answers.pieces import CallArguments, CallBegin, Piece
 from tgis.router.chat.answers.text_source import TextSource, Wait
-from tgis.router.chat.formats.types import JsonCall, LooseCall, NamedCall, ToolFormat
+from tgis.router.chat.formats.types import JsonCall, LooseCall, NamedCall, TaggedCall, ToolFormat
 
 # Further keys with text values that models write into a call.
 OTHER_KEYS = frozenset(("type", "id"))
@@ -27,12 +29,19 @@ class CallReader:
     """Parser of calls in one format."""
 
     def __init__(
-        self, format: ToolFormat, names: Set[str], source: TextSource, emit: Callable[[Piece], None]
+        self,
+        format: ToolFormat,
+        names: Set[str],
+        source: TextSource,
+        emit: Callable[[Piece], None],
+        texts: Set[tuple[str, str]] = frozenset(),
     ) -> None:
+        """Create a reader. `texts` are the functions and parameters whose values are texts."""
         self._format = format
         self._names = names
         self._source = source
         self._emit = emit
+        self._texts = texts
 
     def read(self) -> Wait[bool]:
         """Parse a call and the parts after it. If there is no call, hold the text and return False."""
@@ -43,6 +52,8 @@ class CallReader:
                 is_call = yield from self._read_named(body)
             case LooseCall() as body:
                 is_call = yield from self._read_loose(body)
+            case TaggedCall() as body:
+                is_call = yield from self._read_tagged(body)
         if is_call and (yield from self._source.has_all(self._format.call[1], may_be_cut=True)):
             self._source.held.clear()
         return is_call
@@ -76,6 +87,46 @@ class CallReader:
             return True
         text = yield from source.text_before(self._format.call[1][0])
         self._emit_call(name, to_json(text, body.quote))
+        return True
+
+    def _read_tagged(self, body: TaggedCall) -> Wait[bool]:
+        source = self._source
+        yield from source.skip_space()
+        name = yield from source.has_any(tuple(self._names))
+        if name is None or not (yield from source.has_all((body.name_end,))):
+            return False
+        separator = "{"
+        while (yield from source.has_all((body.key_begin,))):
+            key = yield from source.text_before(body.key_end.strip())
+            source.held.append(key)
+            if not (yield from source.has_all(tuple(filter(None, (body.key_end, body.value_begin))))):
+                break
+            if separator == "{":
+                source.held.clear()
+                self._emit(CallBegin(name))
+            self._emit(CallArguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: "))
+            separator = ", "
+            if not (yield from self._read_tagged_value(body, (name, key))):
+                return True
+        if separator == "{":
+            if not (yield from source.is_before(self._format.call[1][0].strip())):
+                return False
+            self._emit_call(name, NO_ARGUMENTS)
+            return True
+        self._emit(CallArguments("}"))
+        return True
+
+    def _read_tagged_value(self, body: TaggedCall, parameter: tuple[str, str]) -> Wait[bool]:
+        """Parse a value and its end. Return False if the text ends before it."""
+        end = body.value_end.strip()
+        text = yield from self._source.text_before(end)
+        self._source.held.clear()
+        if not (yield from self._source.has(end)):
+            return False
+        self._source.held.clear()
+        if body.value_end.startswith("\n"):
+            text = text.removeprefix("\n").removesuffix("\n")
+        self._emit(CallArguments(tagged_value.to_json(text, parameter in self._texts)))
         return True
 
     def _read_object(self, body: JsonCall) -> Wait[bool]:

@@ -17,9 +17,11 @@ class AnswerParser:
         begins_in_reasoning: bool = False,
         tools: ToolFormat | None = None,
         names: Set[str] = frozenset(),
+        texts: Set[tuple[str, str]] = frozenset(),
     ) -> None:
         """Create a parser. Without a format, its marks are content. `begins_in_reasoning` means that the
-        prompt has begun the reasoning. Calls of functions that are not in `names` are content."""
+        prompt has begun the reasoning. Calls of functions that are not in `names` are content. `texts` are
+        the functions and parameters whose values are texts."""
         self.is_reasoning = begins_in_reasoning
         """True while the text is reasoning."""
         self._reasoning = reasoning
@@ -27,6 +29,7 @@ class AnswerParser:
         self._pieces: list[Piece] = []
         self._source = TextSource()
         self._is_after_call = False
+        self._texts = texts
         self._reader = self._read(names)
         next(self._reader)
 
@@ -57,7 +60,7 @@ class AnswerParser:
         if self._tools is None:
             yield from self._read_plain()
             return
-        calls = CallReader(self._tools, names, self._source, self._emit)
+        calls = CallReader(self._tools, names, self._source, self._emit, self._texts)
         trigger = self._tools.trigger
         if trigger is None:
             yield from self._read_only_calls(self._tools, calls)

@@ -54,6 +54,12 @@ class TextSource:
             yield
         return self.has_next(part)
 
+    def is_before(self, part: str) -> Wait[bool]:
+        """Return True if the part comes next, without reading it."""
+        while self._is_short_of(part):
+            yield
+        return self._text.startswith(part, self._position)
+
     def has_all(self, parts: Parts, may_be_cut: bool = False) -> Wait[bool]:
         """Return True if the parts come next, with any white space before each. With `may_be_cut`, also
         return True if the text ends within them."""

@@ -6,7 +6,7 @@ from tgis.router.chat.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from tgis.router.chat.formats.gemma import GEMMA4, GEMMA4_REASONING
 from tgis.router.chat.formats.granite import GRANITE, GRANITE_REASONING
 from tgis.router.chat.formats.harmony import HARMONY, HARMONY_REASONING
-from tgis.router.chat.formats.hermes import HERMES
+from tgis.router.chat.formats.hermes import GLM45, HERMES, QWEN3_CODER
 from tgis.router.chat.formats.llama import LLAMA3
 from tgis.router.chat.formats.mistral import MISTRAL, MISTRAL_REASONING, MISTRAL_V11
 from tgis.router.chat.formats.phi import PHI4, PHI4_FUNCTOOLS
@@ -25,6 +25,8 @@ TOOL_FORMATS = (
     PHI4,
     GEMMA4,
     HARMONY,
+    GLM45,
+    QWEN3_CODER,
     HERMES,
     GRANITE,
     LLAMA3,

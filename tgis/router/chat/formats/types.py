@@ -51,6 +51,18 @@ class LooseCall:
 
 
 @dataclass(frozen=True)
+class TaggedCall:
+    """Call that is the function's name and its arguments between tags: `key_begin`, the key, `key_end`,
+    `value_begin`, the value, `value_end`. A value is JSON, or a text that is not quoted."""
+
+    name_end: str
+    key_begin: str
+    key_end: str
+    value_begin: str
+    value_end: str
+
+
+@dataclass(frozen=True)
 class ChannelCall:
     """Call that is a message in a channel: the header has the function's name, and the arguments follow as a
     JSON object."""
@@ -63,7 +75,7 @@ class ToolFormat:
     ends the text before the calls."""
 
     name: str
-    body: JsonCall | NamedCall | LooseCall | ChannelCall
+    body: JsonCall | NamedCall | LooseCall | TaggedCall | ChannelCall
     in_template: Parts
     """Texts in the template by which this format is detected."""
     section: tuple[Parts, Parts] = ((), ())

@@ -16,6 +16,7 @@ from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
 from tgis.router.grammar.answer_rules import AnswerRules, CallRules, Mark, MessageRules, ReasoningRule
 from tgis.router.grammar.compiler import Guided
+from tgis.router.grammar.parameters import read_parameters
 
 NO_AUTO_TOOLS = (
     'tools: tool_choice "auto" needs a chat template that shows them to the model (--chat-template) and a '
@@ -62,6 +63,8 @@ class AnswerForm:
     """True if the client has chosen the function."""
     calls: CallRules | None
     messages: MessageForm | None = None
+    texts: frozenset[tuple[str, str]] = frozenset()
+    """Functions and parameters whose values are texts."""
 
     @property
     def mark_ids(self) -> frozenset[int]:
@@ -86,7 +89,9 @@ class AnswerForm:
         """Return the parser of one answer."""
         if self.messages is not None:
             return MessageParser(self.messages.opened, self.has_reasoning, self.names)
-        return AnswerParser(self.reasoning_format, self.has_begun_reasoning, self.tools, self.names)
+        return AnswerParser(
+            self.reasoning_format, self.has_begun_reasoning, self.tools, self.names, self.texts
+        )
 
     def stop_scope(self) -> ContentScope | MessageScope:
         """Return the scope of the stop sequences of one answer."""
@@ -133,6 +138,16 @@ def read_answer_form(
         use is not None and use.is_named,
         None if tools is None or use is None else make_call_rules(tools, use, find_mark),
         messages,
+        frozenset() if use is None else _list_texts(use),
+    )
+
+
+def _list_texts(use: ToolUse) -> frozenset[tuple[str, str]]:
+    return frozenset(
+        (function.name, parameter.name)
+        for function in use.functions
+        for parameter in read_parameters(function.schema)
+        if parameter.is_text
     )
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 from tgis.router.api.openai.chat.tools import Function, ToolUse
 from tgis.router.chat.formats.harmony import FUNCTIONS, RECIPIENT
-from tgis.router.chat.formats.types import ChannelCall, JsonCall, LooseCall, NamedCall, ToolFormat
-from tgis.router.grammar.answer_rules import CallRule, CallRules, Mark
+from tgis.router.chat.formats.types import ChannelCall, JsonCall, LooseCall, NamedCall, TaggedCall, ToolFormat
+from tgis.router.grammar.answer_rules import CallRule, CallRules, Mark, Tags
 
 FindMark = Callable[[str], Mark]
 """Returns the mark with this text. Its token is the one that spells the whole text."""
@@ -38,7 +38,10 @@ def make_call_rules(tool_format: ToolFormat, use: ToolUse, find_mark: FindMark) 
 def _texts(tool_format: ToolFormat) -> Iterator[str]:
     """Yield the texts around calls, stripped of white space."""
     separator = tool_format.body.separator if isinstance(tool_format.body, NamedCall) else ""
-    for parts in (*tool_format.section, *tool_format.call, (separator, tool_format.optional_mark)):
+    tags: tuple[str, ...] = ()
+    if isinstance(body := tool_format.body, TaggedCall):
+        tags = (body.key_begin, body.key_end, body.value_begin, body.value_end)
+    for parts in (*tool_format.section, *tool_format.call, (separator, tool_format.optional_mark), tags):
         for part in parts:
             if text := part.strip():
                 yield text
@@ -54,6 +57,7 @@ def _after_trigger(parts: tuple[str, ...]) -> str:
 
 def _rule(tool_format: ToolFormat, function: Function, head: str) -> CallRule:
     tail, name = "".join(tool_format.call[1]), function.name
+    tags = None
     match tool_format.body:
         case JsonCall(name_key, arguments_key):
             head += f"{{{json.dumps(name_key)}: {json.dumps(name)}, {json.dumps(arguments_key)}: "
@@ -62,6 +66,9 @@ def _rule(tool_format: ToolFormat, function: Function, head: str) -> CallRule:
             head += name + separator
         case LooseCall():
             head += name
+        case TaggedCall() as body:
+            head += name + body.name_end
+            tags = Tags(body.key_begin, body.key_end, body.value_begin, body.value_end)
         case ChannelCall():
             head = RECIPIENT + FUNCTIONS + name
-    return CallRule(head, function.schema, tail, function.is_strict, function.field)
+    return CallRule(head, function.schema, tail, function.is_strict, function.field, tags)
