@@ -12,7 +12,7 @@ from tgis.router.grammar.answer_rules import AnswerRules, CallRule, CallRules, M
 from tgis.router.grammar.conversion import HEADER
 from tgis.router.grammar.json_schema.reading import read_schema
 from tgis.router.grammar.message_grammar import write_message_grammar
-from tgis.router.grammar.parameters import Parameter, allows_any, read_parameters
+from tgis.router.grammar.parameters import FunctionParameter, allows_any, read_parameters
 
 ANYTHING = "(?s:.*)"
 BLANKS = r"[ \t\r\n]{0,8}"
@@ -115,7 +115,9 @@ class _AnswerGrammar:
             parts.append(f"({begin} {value}){'' if parameter.is_required else '?'}")
         return " ".join(parts)
 
-    def _tagged_value(self, function: CallRule, parameter: Parameter, tags: Tags, rules: CallRules) -> str:
+    def _tagged_value(
+        self, function: CallRule, parameter: FunctionParameter, tags: Tags, rules: CallRules
+    ) -> str:
         """Return the grammar of a value and its end."""
         end = self._sequence(tags.value_end, rules)
         if parameter.choices:

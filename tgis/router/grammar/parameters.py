@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 _DEFINITIONS = ("$defs", "definitions")
 
 
-class Parameter(NamedTuple):
+class FunctionParameter(NamedTuple):
     name: str
     schema: str
     is_text: bool
@@ -16,7 +16,7 @@ class Parameter(NamedTuple):
     is_required: bool
 
 
-def read_parameters(schema_text: str) -> list[Parameter]:
+def read_parameters(schema_text: str) -> list[FunctionParameter]:
     """Return the parameters that the schema names."""
     schema = json.loads(schema_text)
     properties, required = schema.get("properties"), schema.get("required")
@@ -33,12 +33,12 @@ def allows_any(schema_text: str) -> bool:
     return not schema.get("properties") and schema.get("additionalProperties") is not False
 
 
-def _read(name: str, part: Any, shared: dict[str, Any], is_required: bool) -> Parameter:
+def _read(name: str, part: Any, shared: dict[str, Any], is_required: bool) -> FunctionParameter:
     if not isinstance(part, dict):  # true, which allows any value
-        return Parameter(name, "{}", False, (), is_required)
+        return FunctionParameter(name, "{}", False, (), is_required)
     values = [part["const"]] if "const" in part else part.get("enum")
     is_choice = isinstance(values, list) and bool(values) and all(isinstance(each, str) for each in values)
-    return Parameter(
+    return FunctionParameter(
         name,
         json.dumps(part | shared),
         is_choice or part.get("type") == "string",
