@@ -10,11 +10,10 @@ from tests.support.shard.stepping import TABLES, make_layout, new_attention, rea
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import AdapterSet, TokenAdapters
-from tgis.shard.memory.state_cache import StateCache, StepStates
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.parts.mamba import find_state_shape
+from tgis.shard.models.parts.mamba import open_state
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.smoothing import Factors
 from tgis.shard.startup.quantize.smoothing import list_readers
@@ -62,8 +61,6 @@ def compute(group: ProcessGroup, directory: Path, has_factors: bool, has_adapter
     layout = make_layout([(0, len(IDS))], [TABLES[0]])
     adapters = draw_adapter(model) if has_adapter else None
     plan = attention.plan(layout, "self")
-    shape = find_state_shape(spec, group.size)
-    begins = torch.tensor([0, len(IDS)])
-    states = shape and StepStates(StateCache(shape, 1), torch.tensor([0]), begins)
+    states = open_state(spec, group, len(IDS))
     inputs = StepInputs(torch.tensor(IDS), layout.positions, layout, plan, adapters=adapters, states=states)
     return model.logits(model.forward(inputs, attention), adapters)

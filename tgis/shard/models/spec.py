@@ -193,9 +193,7 @@ class DecoderSpec(LayerSpec):
     local_rope: Rope | None = None  # rotary embedding of layers with a window, if it differs
     layer_ropes: tuple[Rope | None, ...] = ()  # rotary embedding per layer, None: none; empty: as above
     windows: tuple[int | None, ...] = ()  # keys that a query attends to, per layer; empty: no window
-    chunks: tuple[
-        int | None, ...
-    ] = ()  # queries attend to keys of their own chunk only: its length per layer
+    chunks: tuple[int | None, ...] = ()  # length of the chunk that a query attends to, per layer
     query_scaling: QueryScaling | None = None
     slopes: tuple[float, ...] = ()  # ALiBi slope per head
     attention_soft_cap: float | None = None

@@ -75,9 +75,8 @@ class LatentAttention:
             q = self._norm_product(q.contiguous(), None, self._q_norm, self._q, None, adapters)
         if query_factors is not None:
             q = q * query_factors.unsqueeze(1)
-        q = self._absorb(
-            q.reshape(len(q), self._num_heads, -1), adapters
-        )  # [num_tokens, num_heads, page_dim]
+        q = q.reshape(len(q), self._num_heads, -1)  # [num_tokens, num_heads, query_dim]
+        q = self._absorb(q, adapters)  # [num_tokens, num_heads, page_dim]
         latent = self._norm(kv[:, rope_dim:].contiguous())
         page = torch.cat([kv[:, :rope_dim], latent.to(kv.dtype)], 1)
         qkv = torch.cat([q.flatten(1), page, page], 1)
@@ -86,7 +85,7 @@ class LatentAttention:
         return self._output(x, _multiply_heads(self._values, y[..., rope_dim:], adapters), adapters)
 
     def _absorb(self, q: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """Return queries of latents for queries of keys, [num_tokens, num_heads, query_dim]."""
+        """Return queries of latents, [num_tokens, num_heads, page_dim], for queries of keys."""
         rotated, plain = q.tensor_split([self._latent.rope_dim], 2)
         absorbed = _multiply_heads(self._keys, plain, adapters)
         return torch.cat([rotated, absorbed.view(*q.shape[:2], -1)], 2)
