@@ -31,8 +31,8 @@ sequences and as many snapshots, but at most half of the cache's memory, or what
 states than sequences, the others wait. The log reports the number and size; `tgi_state_usage_ratio` and
 `tgi_state_snapshots` report their use ([how it works](how-it-works.md)). `--kv-cache-memory-fraction` increases both.
 
-What does not work with such a model: GPUs, and models without any attention layer, which are refused; and drafts
-(`--speculate`), with a warning. The numbers of heads and groups of Mamba layers must be divisible by the number of
+These models run on CPUs only, and need at least one layer with attention; others are refused. Drafts (`--speculate`)
+are off for them, with a warning. The numbers of heads and groups of Mamba layers must be divisible by the number of
 shards, but shards may share a group. Weights of Mamba's convolution and decays are always float32.
 
 ## Latent attention
