@@ -1,5 +1,5 @@
-"""Multimodal Mistral Small 3 and 4 and Ministral 3, whose text part is served: Mistral, Mistral 4 or Ministral
-3."""
+"""Multimodal Mistral Small 3 and 4 and Ministral 3, whose text part is served: Mistral, Mistral 4 or
+Ministral 3."""
 
 from collections.abc import Mapping
 
