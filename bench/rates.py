@@ -16,7 +16,7 @@ from bench.probe import probing
 from bench.service import BenchError, first_line, launch
 from bench.shapes import SHAPES, Shape
 from bench.targets import PREFILLS, Figure
-from bench.variants import BFLOAT16, INT8, OURS, VARIANTS, Variant
+from bench.variants import BFLOAT16, INT8, OURS, OURS_FLAGS, VARIANTS, Variant
 
 SECTIONS = ("decode", "prefill", *variants.SECTIONS, "context", "engine", "transformers")
 ENGINE, TRANSFORMERS = "the engine alone", "transformers"
@@ -44,7 +44,7 @@ def measure(options: Namespace, model: Path) -> Found:
     failures: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
-        ours = stack.enter_context(serving(options, model, OURS, []))
+        ours = stack.enter_context(serving(options, model, OURS, OURS_FLAGS))
         machine = probe()
         unmeasured = find_unmeasured(machine)
         rivals: dict[str, Asked] = {}
@@ -77,7 +77,8 @@ def find_unmeasured(rates: Rates) -> dict[str, str]:
 def _list_starts(options: Namespace, model: Path) -> Iterator[tuple[str, list[str], Start]]:
     """Yield the other contenders: name, the sections that need it, and a function that starts it."""
     for variant, sections in variants.find_wanted(options.only).items():
-        yield variant.name, sections, partial(serving, options, model, variant.name, variant.flags)
+        flags = (*OURS_FLAGS, *variant.flags)
+        yield variant.name, sections, partial(serving, options, model, variant.name, flags)
     if "engine" in options.only:
         yield ENGINE, ["engine"], partial(_engine, options, model)
     if "transformers" in options.only:

@@ -23,6 +23,7 @@ def load_runner(model: Path, dtype: str, cache_tokens: int, quantize: str | None
         dtype=dtype,
         device="cpu",
         quantize=quantize,
+        cpu_arithmetic="float32",
         kv_cache_tokens=cache_tokens,
         max_sequence_length=MAX_LENGTH,
     )

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 OURS = "ours"
+OURS_FLAGS = ("--cpu-arithmetic", "float32")  # on every processor, so that figures can be compared
 INT8, BFLOAT16 = "ours int8", "ours bfloat16"
 INT4, W4A8, FLOAT8_CACHE = "ours int4", "ours w4a8", "ours fp8 cache"
 

@@ -6,7 +6,8 @@ from typing import Literal
 Table = Literal["loading", "command", "gguf"]
 
 CALIBRATED = ("--samples", "32", "--seqlen", "256")
-HALF = ("--dtype", "float16")
+FLOAT32_ARITHMETIC = ("--cpu-arithmetic", "float32")  # whatever the processor's default is
+HALF = ("--dtype", "float16", *FLOAT32_ARITHMETIC)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ INT8_ACTIVATIONS = ("--activations", "int8")
 
 def _loading(name: str, *flags: str, dtype: str = "float16") -> Variant:
     label = " ".join(flags) or f"--dtype {dtype}"
-    return Variant(name, f"`{label}`", "loading", ("--dtype", dtype, *flags))
+    return Variant(name, f"`{label}`", "loading", ("--dtype", dtype, *FLOAT32_ARITHMETIC, *flags))
 
 
 def _command(name: str, *command: str, activations: bool = False) -> Variant:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
 MODULE = "tgis"
+# Options whose defaults depend on the machine's processor, which the results of tests must not.
+FIXED_ENV = {"ROUTER_WORKERS": "1", "CPU_ARITHMETIC": "float32"}
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tgis.cli.main", "tgis.router.app", __name__])
 
@@ -28,7 +30,7 @@ def _usual_env() -> dict[str, str]:
 def has_usual_env(env: Mapping[str, str]) -> bool:
     """Return True if a process with these variables may be forked."""
     own = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
-    return own.items() <= {"ROUTER_WORKERS": "1", **_usual_env()}.items()
+    return own.items() <= {**FIXED_ENV, **_usual_env()}.items()
 
 
 class ForkedProcess:

@@ -38,8 +38,7 @@ class Service:
     ) -> None:
         """Start the process. It serves when `num_routers` of its processes have reported that; None: the
         number in its options."""
-        # The default depends on the machine's cores, but tests must not.
-        environment = {"ROUTER_WORKERS": "1", **os.environ, **(env or {})}
+        environment = {**forked_process.FIXED_ENV, **os.environ, **(env or {})}
         self.num_routers = num_routers or num_workers(command, environment)
         self._num_awaited = self.num_routers
         self.lines: list[str] = []

@@ -6,7 +6,7 @@ from tgis.config.option import Group, in_group, option
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-ARITHMETICS = ("float32", "bfloat16")
+ARITHMETICS = ("auto", "float32", "bfloat16")
 ACTIVATIONS = ("int8",)
 # Type of the KV cache for each accepted name; None is the type of the weights. Some names are other servers'.
 CACHE_TYPES = {
@@ -143,8 +143,8 @@ class ModelOptions:
         "the operands to bfloat16 and accumulates in float32: about twice as fast for several tokens at once "
         "on AMD processors with AVX512_BF16 and Intel processors with AMX, slower on others. It also keeps "
         "keys and values as bfloat16. Products of quantized weights, and attention to 8-bit keys and values, "
-        "do not change.",
-        "float32",
+        "do not change. auto: bfloat16 on these processors, unless the type of the weights is float32.",
+        "auto",
         choices=ARITHMETICS,
         group=Group.MEMORY,
     )

@@ -15,15 +15,18 @@ from tests.support.shard import stepping
 from tests.support.shard.checkpoints import SMALL, write_llama, write_model
 from tests.support.shard.driver import Request, Router, check_company, configure
 from tests.support.shard.stepping import Stepper
+from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.bf16 import kernels, self_check
 from tgis.shard.kernels.cpu.bf16.attention import ROUNDED, BfloatAttention
 from tgis.shard.kernels.cpu.bf16.product import pack_rounded
+from tgis.shard.kernels.cpu.gemm import pairs
+from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.ops import BfloatKernels
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import engine_choice
-from tgis.shard.startup.cpu_platform import ON_CPU, on_cpu
+from tgis.shard.startup.cpu_platform import ON_CPU, has_fast_bfloat16, on_cpu
 from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.load import load, prepare
 from tgis.shard.startup.quantize import check as quantize_check
@@ -139,6 +142,62 @@ def test_memory_is_that_of_bfloat16(model_path: Path) -> None:
     whole = quantize_check.count_bytes(config, settings, choice, ON_CPU, torch.float16)
     assert count_bytes(torch.float16) == whole
     assert count_bytes(torch.float32) == whole + 2 * registry.count_embedding_elements(choice.spec)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_default_is_bfloat16_for_16_bits_where_the_processor_is_faster(
+    dtype: torch.dtype,
+    is_fast: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_llama(tmp_path, dtype=dtype)
+    monkeypatch.setattr(pairs, "are_fast", lambda: is_fast)
+    with caplog.at_level(logging.INFO):
+        plan = prepare(configure(tmp_path, cpu_arithmetic="auto", cpu_amx="off"))
+    rounds = is_fast and dtype != torch.float32
+    assert plan.config.cpu_arithmetic == ("bfloat16" if rounds else "float32")
+    assert (SAID in caplog.messages) == rounds
+    assert (
+        any(line.startswith("--cpu-arithmetic auto selects bfloat16") for line in caplog.messages) == rounds
+    )
+
+
+def test_the_type_of_the_option_decides_too(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "are_fast", lambda: True)
+    plan = prepare(configure(model_path, cpu_arithmetic="auto", dtype="float16"))
+    assert plan.config.cpu_arithmetic == "bfloat16"
+
+
+def test_the_default_with_another_engine_is_float32(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "are_fast", lambda: True)
+    other = {"deployment_framework": "hf_transformers", "dtype": "bfloat16"}
+    plan = prepare(configure(model_path, cpu_arithmetic="auto", **other))
+    assert plan.config.cpu_arithmetic == "float32"
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_amx_is_fast_if_it_may_be_used(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "are_fast", lambda: False)
+    monkeypatch.setattr(permission, "may_use_tiles", lambda: has_amx)
+    assert has_fast_bfloat16(may_use_amx=True) == has_amx
+    assert not has_fast_bfloat16(may_use_amx=False)
+
+
+@pytest.mark.parametrize(
+    ("processor", "is_fast"),
+    [("znver4", True), ("znver5", True), ("emeraldrapids", False), ("znver3", False)],
+)
+def test_products_of_pairs_are_fast_on_processors_of_amd(
+    processor: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llvm, "processor_name", lambda: processor)
+    monkeypatch.setattr(llvm, "has_feature", lambda name: name == "avx512bf16" and processor != "znver3")
+    assert pairs.are_fast() == is_fast
 
 
 def test_other_engines_refuse(model_path: Path) -> None:

@@ -26,6 +26,8 @@ from tgis.shard.runner.interface import ModelRunner, Pending
 
 def configure(path: Path, **options: Any) -> ShardConfig:
     small = {"max_batch_size": 8, "max_sequence_length": 192, "cpu_threads": 1}
+    # The default depends on the processor, but tests must not.
+    small["cpu_arithmetic"] = "float32"
     return ShardConfig(model_path=str(path), **{"uds_path": "unused", **small, **options})
 
 

@@ -31,6 +31,13 @@ def find_device(option: str, rank: int, size: int) -> torch.device:
     return torch.device("cuda", rank % count)
 
 
+def has_fast_bfloat16(may_use_amx: bool) -> bool:
+    """Return True if this processor multiplies bfloat16 numbers faster than float32."""
+    from tgis.shard.startup.cpu_platform import has_fast_bfloat16
+
+    return has_fast_bfloat16(may_use_amx)
+
+
 def make_platform(
     device: torch.device,
     kernel_cache: Path | None = None,

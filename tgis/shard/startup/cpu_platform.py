@@ -12,6 +12,7 @@ from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.kernels.cpu.bf16 import self_check
 from tgis.shard.kernels.cpu.bf16.attention import choose_attention
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
+from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.int8 import self_check as int8_check
 from tgis.shard.kernels.cpu.jit.cache import add_run_directory
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress, is_compiling
@@ -64,6 +65,12 @@ def on_cpu(
         cache_dtype=torch.bfloat16,
         replaced_kernels=(*packer.replaced, *int8.replaced, *attention.replaced),
     )
+
+
+def has_fast_bfloat16(may_use_amx: bool) -> bool:
+    """Return True if this processor multiplies bfloat16 numbers faster than float32: with AMX, if it may be
+    used, or with fast products of pairs."""
+    return pairs.are_fast() or (may_use_amx and permission.may_use_tiles())
 
 
 def _can_round() -> bool:

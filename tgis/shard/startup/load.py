@@ -81,7 +81,11 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
         read_rope_option(config),
     )
     quantize_check.check_engine(config, choice)
-    on = on or _choose_platform(config, choice, quantize_check.find_layout(config, settings) is not None)
+    device = _find_device(config, choice) if on is None else on.device
+    dtype_name = _choose_dtype(config.dtype, settings, choice, device)
+    config = replace(config, cpu_arithmetic=_choose_arithmetic(config, choice, device, dtype_name))
+    has_codes = quantize_check.find_layout(config, settings) is not None
+    on = on or _make_platform(config, choice, device, has_codes)
     if config.kv_cache_memory_fraction is not None:
         on = replace(on, cache_fraction=config.kv_cache_memory_fraction)
     quantize_check.check_platform(config.quantize, on)
@@ -96,7 +100,6 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
         state_bytes=_count_state_bytes(config, choice, on),
     )
     limits = adapter_limits(config, choice.is_native, length)
-    dtype_name = _choose_dtype(config.dtype, settings, choice, on.device)
     weight_type = quantize_check.name_weight_type(config, settings, on, dtype_name)
     cache_type = choose_cache_type(config, settings, choice, on, dtype_name)
     return LoadPlan(config, settings, choice, on, demand, limits, dtype_name, weight_type, cache_type)
@@ -338,7 +341,7 @@ def _count_state_bytes(config: ShardConfig, choice: Choice, on: Platform) -> int
     return shape.num_bytes
 
 
-def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Platform:
+def _find_device(config: ShardConfig, choice: Choice) -> torch.device:
     local_rank = config.rank if config.local_rank is None else config.local_rank
     device = choose_platform.find_device(config.device, local_rank, _num_local(config))
     if device.type != "cpu" and not choice.is_native:
@@ -349,6 +352,26 @@ def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Pl
             "the GPUs are not used: their kernels support only models whose layers have equal heads"
         )
         device = CPU
+    return device
+
+
+def _choose_arithmetic(config: ShardConfig, choice: Choice, device: torch.device, dtype_name: str) -> str:
+    """Return float32 or bfloat16, where `auto` depends on the processor and on the type of the weights."""
+    if config.cpu_arithmetic != "auto":
+        return config.cpu_arithmetic
+    may_differ = device.type == "cpu" and choice.is_native and dtype_name != "float32"
+    if not may_differ or not choose_platform.has_fast_bfloat16(config.cpu_amx == "auto"):
+        return "float32"
+    if config.rank == 0:
+        logger.info(
+            "--cpu-arithmetic auto selects bfloat16, which this processor multiplies about twice as fast as "
+            "float32, and which changes the perplexity of real models by less than 0.1 %%; "
+            "--cpu-arithmetic float32 rounds nothing"
+        )
+    return "bfloat16"
+
+
+def _make_platform(config: ShardConfig, choice: Choice, device: torch.device, has_codes: bool) -> Platform:
     if device.type == "cpu" and config.rank == 0:
         for name in ("cuda_graphs", "cuda_memory_fraction"):
             if getattr(config, name) is not None:

@@ -32,7 +32,7 @@ def check_engine(config: ShardConfig, choice: Choice) -> None:
         return
     if find_scheme(config.quantize).layout is not None:
         raise UnsupportedModelError(f"--quantize {config.quantize} needs {NATIVE}, not {choice.engine}")
-    if config.cpu_arithmetic != "float32":
+    if config.cpu_arithmetic == "bfloat16":
         raise UnsupportedModelError(
             f"--cpu-arithmetic {config.cpu_arithmetic} needs {NATIVE}, not {choice.engine}"
         )

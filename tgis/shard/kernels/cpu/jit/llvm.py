@@ -35,6 +35,12 @@ def has_feature(name: str) -> bool:
     return f"+{name}" in features.split(",")
 
 
+def processor_name() -> str:
+    """Return LLVM's name of the processor for which kernels are compiled, such as znver4."""
+    name: str = cpu_target.target_context.codegen().magic_tuple()[1]
+    return name
+
+
 def constant(value: float, lanes: int, element: Any = FLOAT) -> Any:
     """Return a constant vector with the value in all lanes."""
     return ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
