@@ -32,14 +32,14 @@ def mix_delta(rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: 
 def _find_factors(gates: Tensor, mixer: DeltaNet) -> tuple[Tensor, Tensor]:
     """Return the decays of sums and the strengths of updates, [num_tokens, num_heads] each."""
     first, count = mixer.first_head, mixer.sizes.num_heads
-    strengths, times = (each[:, first : first + count] for each in gates.split(mixer.total_heads, -1))
+    strengths, times = (each[:, first : first + count] for each in torch.split(gates, mixer.total_heads, -1))
     return torch.exp(mixer.decay * F.softplus(times + mixer.time_bias)), torch.sigmoid(strengths)
 
 
 def _split(channels: Tensor, sizes: StateSizes) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys, both [count, num_heads, state_size], and values, [count, num_heads, head_dim]."""
     widths = [sizes.group_width, sizes.group_width, sizes.width]
-    queries, keys, values = channels.split(widths, -1)
+    queries, keys, values = torch.split(channels, widths, -1)
     per_group = sizes.num_heads // sizes.num_groups
     queries, keys = (
         (heads * (heads.square().sum(-1, keepdim=True) + EPS).rsqrt()).repeat_interleave(per_group, 1)
