@@ -19,7 +19,7 @@ from integration_tests.support.served_models import FLAGS, VOCAB_SIZE, Served
 from integration_tests.support.service import Client, launch
 from tests.support.greedy import generate
 from tests.support.shard.checkpoints import SMALL, write_model
-from tests.support.shard.family_cases.llamas import hybrid, long_rope
+from tests.support.shard.family_cases.llamas import delta_net, hybrid, long_rope
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 
@@ -47,11 +47,16 @@ def granite_4() -> transformers.GraniteMoeHybridConfig:
     return transformers.GraniteMoeHybridConfig(**{**hybrid(num_local_experts=0), **SIZES})
 
 
+def qwen_3_5() -> transformers.Qwen3_5TextConfig:
+    return transformers.Qwen3_5TextConfig(**{**delta_net(), **SIZES})
+
+
 # Run by `make test-all`; the others include a similar one each.
 SLOW = {
     "qwen3, two shards",
     "mixtral, two shards",
     "granite 4, two shards",
+    "qwen 3.5, two shards",
     "phi3",
     "truncated",
     "incomplete",
@@ -62,6 +67,7 @@ KINDS = {
     "qwen3, two shards": Kind(lambda: transformers.Qwen3Config(**SIZES, head_dim=12), ["--num-shard", "2"]),
     "mixtral, two shards": Kind(lambda: transformers.MixtralConfig(**SIZES, **EXPERTS), ["--num-shard", "2"]),
     "granite 4, two shards": Kind(granite_4, ["--num-shard", "2"]),
+    "qwen 3.5, two shards": Kind(qwen_3_5, ["--num-shard", "2"]),
     "phi3": Kind(phi3),
     "stablelm": Kind(lambda: transformers.StableLmConfig(**SIZES), env=THROUGH_TRANSFORMERS),
 }
@@ -174,7 +180,7 @@ def test_answers_alone_in_a_crowd_and_streamed(name: str, running: dict[str, Run
 
 
 @pytest.mark.slow  # covered by the tests of the scheduler and of the family
-@pytest.mark.parametrize("name", ["granite 4, two shards"])
+@pytest.mark.parametrize("name", ["granite 4, two shards", "qwen 3.5, two shards"])
 def test_states_survive_a_killed_shard(name: str, running: dict[str, Running]) -> None:
     client = running[name].client
     check_survival(client, PROMPTS[:NUM_STREAMS], victim=1)

@@ -25,15 +25,18 @@ measured only with models of Llama's shape and Gemma 3.
 
 ## Models that keep a state
 
-Granite 4 models with Mamba layers keep a state for each sequence, in float32 and in addition to the keys and values of
-their attention layers: 56 MiB for `granite-4.0-h-tiny`. At startup, a shard reserves states for `--max-batch-size`
+Granite 4 models with Mamba layers, and Qwen 3 Next and Qwen 3.5 with gated DeltaNet, keep a state for each sequence, in
+float32 and in addition to the keys and values of their attention layers: 56 MiB for `granite-4.0-h-tiny`, 75 MiB for
+`Qwen3-Next-80B-A3B`. At startup, a shard reserves states for `--max-batch-size`
 sequences and as many snapshots, but at most half of the cache's memory, or what the blocks leave. If there are fewer
 states than sequences, the others wait. The log reports the number and size; `tgi_state_usage_ratio` and
 `tgi_state_snapshots` report their use ([how it works](how-it-works.md)). `--kv-cache-memory-fraction` increases both.
 
 These models run on CPUs only, and need at least one layer with attention; others are refused. Drafts (`--speculate`)
-are off for them, with a warning. The numbers of heads and groups of Mamba layers must be divisible by the number of
-shards, but shards may share a group. Weights of Mamba's convolution and decays are always float32.
+are off for them, with a warning. The numbers of heads and groups of Mamba layers, and of heads of values and of keys of
+gated DeltaNet, must be divisible by the number of shards, but shards may share a group or a key. Weights of the
+convolutions and decays are always float32, and `--quantize` leaves the projections of gated DeltaNet's decays and
+strengths in `--dtype`. Images and the layers that predict further tokens (`mtp`) of Qwen 3.5 are not served.
 
 ## Latent attention
 

@@ -130,6 +130,8 @@ PACKINGS = {
     "mixtral": ".*",
     "qwen3_moe_some_dense": ".*",
     "granitemoe": ".*(q_proj|linear|layer)",
+    "qwen3_next": r".*_attn\.\w*proj\w*",
+    "qwen3_5_text": r".*_attn\.(q_proj|in_proj_z|in_proj_a|out_proj)",
     "gpt_neox": ".*",
     "gpt_neox_no_bias": "lm_head|.*query_key_value",  # tied
     "gpt2": ".*",

@@ -20,7 +20,16 @@ from tgis.shard.startup.load import load
 # Mean error of logprobs for small random models.
 TOLERANCES = {"int8": 0.1, "bfloat16": 0.05}
 # Unscaled attention scores amplify errors of queries; rounded scores choose other experts.
-WIDE = {"mt5": 2, "glm4_moe": 2, "gemma4_text": 4, "gemma4_text_experts": 2, "mistral3_mistral4": 2}
+WIDE = {
+    "mt5": 2,
+    "glm4_moe": 2,
+    "gemma4_text": 4,
+    "gemma4_text_experts": 2,
+    "mistral3_mistral4": 2,
+    "qwen3_next_some_dense_biases": 2,
+    "qwen3_5_moe_text": 2,
+    "qwen3_5_moe_multimodal": 3,
+}
 OPTIONS = {"int8": {"quantize": "int8"}, "bfloat16": {"cpu_arithmetic": "bfloat16"}}
 
 

@@ -14,9 +14,8 @@ from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import configure
 from tests.support.shard.family_cases.llamas import hybrid
 from tests.support.shard.family_oracle import describe, load_model
-from tests.support.shard.scheduled import Service, greedy
+from tests.support.shard.scheduled import Service, compute_alone, draw_ids, greedy, results
 from tests.support.shard.stepping import read_config
-from tgis.router.sequence import Sequence
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.registry import check_sharding, make_spec
 from tgis.shard.runner.interface import ModelRunner
@@ -40,27 +39,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runner(checkpoint: Path) -> ModelRunner:
     return load(configure(checkpoint, block_size=BLOCK, kv_cache_tokens=1024, dtype="float32"))
-
-
-Result = tuple[list[int], list[float]]
-
-
-def results(service: Service, sequences: list[Sequence]) -> list[Result]:
-    return [(each.token_ids, service.logprobs[each]) for each in sequences]
-
-
-def compute_alone(runner: ModelRunner, token_ids: list[int], num_tokens: int = NEW_TOKENS) -> Result:
-    """Return the result of a sequence whose prompt is one step, in a new cache."""
-    runner.reset()
-    service = Service(runner, 60, 1, 1 << 20, max_prompt_tokens=1 << 10)
-    sequence = greedy(token_ids, num_tokens)
-    service.run([sequence])
-    return results(service, [sequence])[0]
-
-
-def draw_ids(seed: int, count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 99) for _ in range(count)]
 
 
 def test_prompts_of_every_length_equal_transformers(checkpoint: Path, runner: ModelRunner) -> None:
@@ -153,7 +131,7 @@ def test_ranks_that_cannot_share_the_heads_and_gpus_are_refused(checkpoint: Path
     ):
         check_sharding(make_spec(read_config(checkpoint)), 4)
     on_gpu = replace(ON_CPU, device=torch.device("cuda"))
-    with pytest.raises(UnsupportedModelError, match="models with Mamba layers run only on CPUs"):
+    with pytest.raises(UnsupportedModelError, match="models that keep a state run only on CPUs"):
         prepare(configure(checkpoint), on_gpu)
 
 

@@ -153,6 +153,7 @@ def test_only_weights_read_weights() -> None:
     known = {
         "checkpoint/weights.py": {".weight"},
         "layers/norm.py": {".weight"},
+        "models/parts/delta_net.py": {"conv.weight", "norm.weight"},
         "models/parts/mamba.py": {"conv.weight", "norm.weight"},
         "models/parts/routing.py": {".weight"},
         "adapters/lora_mapping.py": {"lora_A.weight", "lora_B.weight"},  # of adapters' files

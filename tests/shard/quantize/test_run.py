@@ -46,9 +46,9 @@ QUICK = {"llama_biases", "gpt2", "gpt_neox", "granitemoe"}
 # Heads of 12 channels, whose 4-bit codes do not fill words.
 NARROW = {"gemma", "gemma3_capped_shared_kv_head", "mixtral_tied_window"}
 # Parts of the names of matrices that are not quantized.
-KEPT = "embed head router .gate. expert_gate conv1d wte wpe project_ vision multi_modal".split()
+KEPT = "embed head router .gate. expert_gate conv1d in_proj_a in_proj_b wte wpe project_ vis multi_".split()
 # Their experts are parameters, which formats cannot name.
-REFUSED = ("gpt_oss", "granitemoe_swa", "llama4")
+REFUSED = ("gpt_oss", "granitemoe_swa", "llama4", "qwen3_5_moe")
 DECODERS = [name for name in CASES if family_of(name) not in ("t5", "bart", *REFUSED)]
 TEXT = draw_ids(600, 3, 40)
 LENGTH = 24

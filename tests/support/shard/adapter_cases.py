@@ -15,7 +15,13 @@ from tgis.prompts.lora_files import read_adapter_files
 ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
 # Layers that peft cannot change: routers whose outputs are not tensors, and the layers of other parts of a
 # multimodal model.
-EXCLUDED: dict[str, Any] = {"llama4": ["router"], "llama4_text": ["router"], "gemma4": r".*vision_tower.*"}
+EXCLUDED: dict[str, Any] = {
+    "llama4": ["router"],
+    "llama4_text": ["router"],
+    "gemma4": r".*vision_tower.*",
+    "qwen3_5": r".*visual.*",
+    "qwen3_5_moe": r".*visual.*",
+}
 # Parameters that "all-linear" omits although they are linear layers.
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "router.weight"]
 FUSED = ("granitemoe", "granitemoe_swa", "gpt_oss")

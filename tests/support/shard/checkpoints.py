@@ -90,7 +90,7 @@ def find_auto_class(config: transformers.PretrainedConfig) -> Any:
     """Return the class of transformers that makes and loads a model that generates text."""
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
-    has_images = config.model_type in ("mistral3", "mistral4", "llama4", "gemma4")
+    has_images = config.model_type in ("mistral3", "mistral4", "llama4", "gemma4", "qwen3_5", "qwen3_5_moe")
     return transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
 
 

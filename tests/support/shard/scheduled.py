@@ -18,6 +18,15 @@ def greedy(token_ids: list[int], max_new_tokens: int) -> Sequence:
     return Sequence(list(token_ids), Stopping(max_new_tokens), Sampling(greedy=True), DETAILS)
 
 
+Result = tuple[list[int], list[float]]
+"""Tokens and log-probabilities of a sequence."""
+
+
+def draw_ids(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 99) for _ in range(count)]
+
+
 @dataclass
 class Service:
     """Scheduler and shard. Steps compute at most `max_prompt_tokens` of prompts; 0: a random number."""
@@ -71,3 +80,16 @@ class Service:
         for sequence in self.scheduler.running:
             sequence.num_fatal_steps = 0  # so that none is blamed
         self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))
+
+
+def results(service: Service, sequences: list[Sequence]) -> list[Result]:
+    return [(each.token_ids, service.logprobs[each]) for each in sequences]
+
+
+def compute_alone(runner: ModelRunner, token_ids: list[int], num_tokens: int) -> Result:
+    """Return the result of a sequence whose prompt is one step, in a new cache."""
+    runner.reset()
+    service = Service(runner, 60, 1, 1 << 20, max_prompt_tokens=1 << 10)
+    sequence = greedy(token_ids, num_tokens)
+    service.run([sequence])
+    return results(service, [sequence])[0]

@@ -13,7 +13,7 @@ from tgis.shard.layers.lora import AdapterSet, TokenAdapters
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.parts.mamba import open_state
+from tgis.shard.models.parts.states import open_state
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.smoothing import Factors
 from tgis.shard.startup.quantize.smoothing import list_readers

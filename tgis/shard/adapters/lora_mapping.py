@@ -51,7 +51,7 @@ _EXPERT_MODULES = {
 }
 # Modules of multimodal models that text-only inference does not use.
 _UNUSED = re.compile(
-    r"(model\.)?(vision_tower|vision_model|audio_tower|embed_vision|embed_audio|multi_modal_projector)\..+"
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_vision|embed_audio|multi_modal_projector)\..+"
 )
 
 

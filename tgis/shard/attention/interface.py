@@ -87,9 +87,9 @@ class Attention(Protocol):
     ) -> Tensor:
         """Write the keys and values of new tokens to the cache. Return the tokens' attention.
 
-        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. First, the heads of q and k are
-        normalised. Then `angles`, [2, num_tokens, half], rotates their first 2 * half channels: channel i is
-        paired with channel i + half. Returns [num_tokens, num_heads, head_dim]."""
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; its row stride may be larger. First, the
+        heads of q and k are normalised. Then `angles`, [2, num_tokens, half], rotates their first 2 * half
+        channels: channel i is paired with channel i + half. Returns [num_tokens, num_heads, head_dim]."""
 
     def keep(self, layer: int, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         """Write keys and values, [num_tokens, num_kv_heads, head_dim], to the cache."""

@@ -1,9 +1,10 @@
 """Finds checkpoint tensors by the model's module paths, and reads only the requested slices. A family's table
 maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `adjacent_pairs`,
-`rotated_first`, `part_of_head`, `interleaved`, `expert`, `by_layer` or `first_of`."""
+`rotated_first`, `part_of_head`, `by_group`, `interleaved`, `expert`, `by_layer` or `first_of`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
@@ -192,6 +193,25 @@ def part_of_head(source: Source, num_heads: int, rows: slice) -> Source:
             )
         head = int(lookup.expert)
         return Sliced(Sliced(stored, slice(head * height, (head + 1) * height)), rows)
+
+    return find
+
+
+def by_group(source: Source, num_groups: int, heights: Sequence[int], order: Sequence[int]) -> Source:
+    """Regroup rows of groups, each of which consists of parts of some heights, to all groups' rows of part
+    order[0], then of part order[1], and so on."""
+
+    def find(lookup: Lookup) -> Stored:
+        stored = lookup.find(source)
+        height = sum(heights)
+        if stored.shape[0] != num_groups * height:
+            raise WeightsError(
+                f"{stored.label} has shape {list(stored.shape)}, not rows of {num_groups} groups of {height}"
+            )
+        bounds = [slice(end - rows, end) for end, rows in zip(accumulate(heights), heights, strict=True)]
+        bases = range(0, stored.shape[0], height)
+        slices = [slice(base + bounds[i].start, base + bounds[i].stop) for i in order for base in bases]
+        return StackedRows([Sliced(stored, each) for each in slices], stored.label)
 
     return find
 

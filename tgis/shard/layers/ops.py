@@ -21,7 +21,7 @@ from tgis.shard.checkpoint.tensors import (
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
-from tgis.shard.layers.states import Mamba2
+from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole, Rounder, Scheme
 from tgis.shard.quant.schemes.none import UNQUANTIZED
@@ -148,6 +148,10 @@ class Kernels(Rounder, Protocol):
         """Add y, [num_tokens, size] or [size], to x in place and return x. In this and the
         next three methods, x may have a row stride larger than `size`."""
 
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply x by sigmoid(gate), both [num_tokens, size], in place and return x. Either may have a row
+        stride larger than `size`."""
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Multiply x, [num_tokens, size], by a factor in place and return x."""
 
@@ -192,6 +196,13 @@ class Kernels(Rounder, Protocol):
     def gate_norm(self, x: Tensor, rows: Tensor, mixer: Mamba2) -> Tensor:
         """Return the RMS norm of x * silu(gate) in each group, [num_tokens, width]. Overwrites x. The gate
         is the first part of `rows`."""
+
+    def mix_delta(
+        self, rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: StepStates
+    ) -> Tensor:
+        """Return y of a gated DeltaNet layer, float32 [num_tokens, width], and update the states of layer
+        number `layer`. rows: [num_tokens, any], the product of its first matrix; gates: [num_tokens, 2 *
+        total_heads]."""
 
     def norm_product(
         self,

@@ -14,13 +14,14 @@ _ALIGNMENT = 16  # elements
 
 
 class StateSizes(NamedTuple):
-    """Sizes of a Mamba 2 layer on one rank."""
+    """Sizes of a recurrent layer on one rank: Mamba 2, or gated DeltaNet, whose keys are the groups."""
 
     num_heads: int
     head_dim: int
     num_groups: int
-    """Number of groups of heads that share two projections."""
+    """Number of groups of heads that share two projections: B and C, or keys and queries."""
     state_size: int
+    """Width of these projections, which is the number of sums of each channel."""
     kernel_size: int
     """Number of tokens that the convolution sees."""
 

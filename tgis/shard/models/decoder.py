@@ -26,6 +26,7 @@ from tgis.shard.models.parts.blocks import (
     make_norm,
     make_positions,
 )
+from tgis.shard.models.parts.delta_net import DeltaNetMixer
 from tgis.shard.models.parts.latent_attention import LatentAttention
 from tgis.shard.models.parts.layer_inputs import LayerInputBranch, LayerInputEmbedding
 from tgis.shard.models.parts.mamba import MambaMixer
@@ -51,6 +52,16 @@ class LayerMamba:
         assert spec.mamba is not None, "the layer is recurrent"
         number = sorted(spec.mamba.layers).index(layer)
         self._mix = MambaMixer(spec, parts, f"{path}.mamba", number, finish)
+
+    def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:
+        return self._mix(x, source, context.states, context.adapters)
+
+
+class LayerDeltaNet:
+    def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None = None):
+        assert spec.delta_net is not None, "the layer is recurrent"
+        number = sorted(spec.delta_net.layers).index(layer)
+        self._mix = DeltaNetMixer(spec, parts, f"{path}.delta_net", number, finish)
 
     def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:
         return self._mix(x, source, context.states, context.adapters)
@@ -260,7 +271,9 @@ def _make_norms(spec: DecoderSpec, parts: Parts, path: str, number: int) -> tupl
 
 def _make_mixer(
     spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None
-) -> LayerAttention | LayerMamba:
+) -> LayerAttention | LayerMamba | LayerDeltaNet:
+    if spec.delta_net is not None and layer in spec.delta_net.layers:
+        return LayerDeltaNet(spec, parts, path, layer, finish)
     is_recurrent = spec.mamba is not None and layer in spec.mamba.layers
     return (LayerMamba if is_recurrent else LayerAttention)(spec, parts, path, layer, finish)
 

@@ -50,14 +50,17 @@ from tgis.shard.models.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     smollm3,
     starcoder2,
     t5,
 )
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.sensitive_weights import describe_sensitivity
-from tgis.shard.models.spec import DecoderSpec, MambaSpec, Spec
+from tgis.shard.models.spec import DecoderSpec, DeltaNetSpec, MambaSpec, Spec
 from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
@@ -107,6 +110,9 @@ DECODERS: tuple[Family, ...] = (
     granitemoe_swa,
     gpt_oss,
     granitemoehybrid,
+    qwen3_next,
+    qwen3_5,
+    qwen3_5_moe,
     gpt_neox,
     gpt2,
     gpt_bigcode,
@@ -209,6 +215,8 @@ def check_sharding(spec: Spec, size: int) -> None:
         raise UnsupportedModelError(f"a vocabulary of {spec.vocab_size} cannot be split over {size} shards")
     if isinstance(spec, DecoderSpec) and spec.mamba is not None:
         _check_mamba_sharding(spec.mamba, size)
+    if isinstance(spec, DecoderSpec) and spec.delta_net is not None:
+        _check_delta_net_sharding(spec.delta_net, size)
     if spec.num_heads % size or not shared or not fits:
         kv_heads = " and ".join(str(number) for number in sorted(numbers))
         widths = " and ".join(str(width) for width in dict.fromkeys(spec.intermediate_sizes))
@@ -223,4 +231,13 @@ def _check_mamba_sharding(mamba: MambaSpec, size: int) -> None:
     if mamba.num_heads % size or not shared:
         raise UnsupportedModelError(
             f"{mamba.num_heads} Mamba heads in {mamba.num_groups} groups cannot be split over {size} shards"
+        )
+
+
+def _check_delta_net_sharding(delta: DeltaNetSpec, size: int) -> None:
+    shared = delta.num_key_heads % size == 0 or size % delta.num_key_heads == 0
+    if delta.num_heads % size or not shared:
+        raise UnsupportedModelError(
+            f"{delta.num_heads} value heads and {delta.num_key_heads} key heads of linear attention cannot "
+            f"be split over {size} shards"
         )

@@ -60,15 +60,19 @@ def _list_block(spec: LayerSpec, path: str, layer: int) -> Iterator[_Matrix]:
     size = spec.hidden_size
     width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     mamba, experts = (spec.mamba, spec.experts) if isinstance(spec, DecoderSpec) else (None, None)
-    latent = spec.latent if isinstance(spec, DecoderSpec) else None
+    latent, delta = (spec.latent, spec.delta_net) if isinstance(spec, DecoderSpec) else (None, None)
     if mamba is not None and layer in mamba.layers:
         yield _Matrix(f"{path}.mamba.in", 2 * (mamba.width + mamba.group_width) + mamba.num_heads, size)
         yield _Matrix(f"{path}.mamba.out", size, mamba.width)
+    elif delta is not None and layer in delta.layers:
+        yield _Matrix(f"{path}.delta_net.in", 2 * (delta.width + delta.key_width), size)
+        yield _Matrix(f"{path}.delta_net.out", size, delta.width)
     elif latent is not None:
         yield from _list_latent(f"{path}.attention", size, spec.num_heads, latent)
     else:
         num_projections = {"both": 2, "keys": 1, "none": 0}[spec.kv_projections]
-        yield _Matrix(f"{path}.attention.qkv", width + num_projections * kv_width, size)
+        height = width * (1 + spec.has_output_gate) + num_projections * kv_width
+        yield _Matrix(f"{path}.attention.qkv", height, size)
         yield _Matrix(f"{path}.attention.out", size, width)
     if experts is None or layer in experts.dense_layers or experts.beside_dense:
         yield from _list_mlp(f"{path}.mlp", size, spec.intermediate_size, spec.gated)

@@ -50,6 +50,7 @@ class LayerSpec:
     # over all heads.
     qk_norm: Literal["none", "head", "bare_head", "whole"] = "none"
     value_norm: bool = False  # RMS norm of every head of values, without weights
+    has_output_gate: bool = False  # the sigmoid of a projection multiplies the heads' outputs
     kv_projections: KVProjections = "both"
     clip_qkv: float | None = None
     attention_scale: float | None = None  # None: head_dim^-1/2
@@ -168,6 +169,26 @@ class MambaSpec:
 
 
 @dataclass(frozen=True)
+class DeltaNetSpec:
+    """Layers with gated DeltaNet (Yang et al., "Gated Delta Networks", 2025) instead of attention."""
+
+    layers: frozenset[int]
+    num_heads: int  # heads of values, each of which has a state
+    head_dim: int
+    num_key_heads: int  # heads of queries and of keys, which neighbouring heads of values share
+    key_dim: int
+    kernel_size: int  # number of tokens that the convolution sees
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+
+@dataclass(frozen=True)
 class QueryScaling:
     """Factor of queries that grows with the position: 1 + beta * log(1 + floor((position + shift) / length)).
     It keeps the softmax sharp over long sequences (Nakanishi, "Scalable-Softmax Is Superior for Attention",
@@ -188,6 +209,7 @@ class DecoderSpec(LayerSpec):
     residual_scale: float = 1.0  # factor of a branch's output
     experts: Experts | None = None
     mamba: MambaSpec | None = None
+    delta_net: DeltaNetSpec | None = None
 
     rope: Rope | None = None
     local_rope: Rope | None = None  # rotary embedding of layers with a window, if it differs
@@ -234,7 +256,8 @@ class DecoderSpec(LayerSpec):
 
     @property
     def attention_layers(self) -> list[int]:
-        recurrent = self.mamba.layers if self.mamba else ()
+        kept = self.mamba or self.delta_net
+        recurrent = kept.layers if kept else ()
         return [layer for layer in range(self.num_layers) if layer not in recurrent]
 
     @property

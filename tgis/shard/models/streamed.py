@@ -22,7 +22,7 @@ from tgis.shard.memory.layered_cache import allocate_cache
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.parts.mamba import open_state
+from tgis.shard.models.parts.states import open_state
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.smoothing import ChannelRange

@@ -14,7 +14,7 @@ from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.decoder import AnyBlock, Decoder, StepContext, make_block
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.parts.mamba import open_state
+from tgis.shard.models.parts.states import open_state
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quantize.plan import ALONE, LinearMatrix, LinearParts
 

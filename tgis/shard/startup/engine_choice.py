@@ -168,7 +168,7 @@ def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str 
         return "its layers have different heads"
     if spec.slopes:
         return "it uses ALiBi"
-    if spec.mamba:
+    if spec.mamba or spec.delta_net:
         return "it keeps a state other than keys and values"
     if spec.sinks:
         return "it has attention sinks"

@@ -26,7 +26,7 @@ from tgis.shard.memory.host_limits import release_memory
 from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
-from tgis.shard.models.parts.mamba import find_state_shape
+from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.rope_option import read_rope_option
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.formats.settings import read_settings
@@ -337,7 +337,7 @@ def _count_state_bytes(config: ShardConfig, choice: Choice, on: Platform) -> int
     if shape is None:
         return 0
     if on.device.type != "cpu":
-        raise UnsupportedModelError("models with Mamba layers run only on CPUs: set --device cpu")
+        raise UnsupportedModelError("models that keep a state run only on CPUs: set --device cpu")
     return shape.num_bytes
 
 

@@ -33,4 +33,4 @@ def has_experts(case: str) -> bool:
 @cache
 def runs_on_gpus(case: str) -> bool:
     spec = make_spec(CASES[case]().to_dict())
-    return not isinstance(spec, DecoderSpec) or not (spec.mamba or spec.layer_shapes)
+    return not isinstance(spec, DecoderSpec) or not (spec.mamba or spec.delta_net or spec.layer_shapes)

@@ -53,6 +53,17 @@ VISION = {
 }
 
 
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 1,
+    "out_hidden_size": SMALL["hidden_size"],
+    "patch_size": 4,
+    "num_position_embeddings": 4,
+}
+
+
 def sizes(**overrides: Any) -> dict[str, Any]:
     return {**SMALL, **overrides}
 
@@ -61,6 +72,18 @@ def hybrid(**options: Any) -> dict[str, Any]:
     mamba = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 8}
     others = {"shared_intermediate_size": 40, "layer_types": ["linear_attention", "full_attention"]}
     return sizes(**{**mamba, **others, **multipliers(0.3, 0.6, 3.0, 2.0), **options})
+
+
+def delta_net(**options: Any) -> dict[str, Any]:
+    """Return a configuration with gated DeltaNet in its last layer."""
+    heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    widths = {"linear_key_head_dim": 12, "linear_value_head_dim": 16, "head_dim": 16}
+    return sizes(**{**heads, **widths, "layer_types": [FULL, "linear_attention"], **options})
+
+
+def delta_net_experts(**options: Any) -> dict[str, Any]:
+    widths = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+    return delta_net(**{"num_experts": 4, "num_experts_per_tok": 2, **widths, **options})
 
 
 def experts(**overrides: Any) -> dict[str, Any]:
@@ -129,6 +152,11 @@ def glm4_moe(**overrides: Any) -> dict[str, Any]:
     changes = {"moe_intermediate_size": 24, "n_routed_experts": 8, "routed_scaling_factor": 1.7}
     layers = {"num_hidden_layers": 3, "num_nextn_predict_layers": 0, "head_dim": 8}
     return sizes(**{**layers, "num_experts_per_tok": 3, **changes, **overrides})
+
+
+def without_width(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a model whose MLPs are all experts."""
+    return {key: value for key, value in config.items() if key != "intermediate_size"}
 
 
 def latents(**overrides: Any) -> dict[str, Any]:
@@ -416,6 +444,30 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     ),
     "granitemoehybrid_attention_only": lambda: hf.GraniteMoeHybridConfig(
         **hybrid(num_local_experts=0, layer_types=["full_attention"] * 2, position_embedding_type="rope")
+    ),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**delta_net_experts()),
+    "qwen3_next_some_dense_biases": lambda: hf.Qwen3NextConfig(
+        **delta_net_experts(
+            num_hidden_layers=4,
+            layer_types=None,
+            decoder_sparse_step=2,
+            norm_topk_prob=False,
+            attention_bias=True,
+            linear_num_key_heads=1,
+            linear_value_head_dim=10,
+            linear_conv_kernel_dim=2,
+            tie_word_embeddings=True,
+        )
+    ),
+    "qwen3_5_text": lambda: hf.Qwen3_5TextConfig(**delta_net(linear_num_key_heads=4)),
+    "qwen3_5_multimodal_tied": lambda: hf.Qwen3_5Config(
+        text_config=delta_net(num_key_value_heads=1, tie_word_embeddings=True),
+        vision_config=QWEN_VISION,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_5_moe_text": lambda: hf.Qwen3_5MoeTextConfig(**without_width(delta_net_experts())),
+    "qwen3_5_moe_multimodal": lambda: hf.Qwen3_5MoeConfig(
+        text_config=without_width(delta_net_experts(linear_value_head_dim=32)), vision_config=QWEN_VISION
     ),
     "starcoder2": lambda: hf.Starcoder2Config(**sizes(sliding_window=5)),
 }

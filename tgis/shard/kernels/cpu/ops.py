@@ -13,6 +13,7 @@ from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu import lora as lora_kernels
 from tgis.shard.kernels.cpu.codes import product as code_product
 from tgis.shard.kernels.cpu.codes.product import CodeProduct, JoinedProduct
+from tgis.shard.kernels.cpu.delta_net import launch as delta_net
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
@@ -23,7 +24,7 @@ from tgis.shard.kernels.cpu.pointwise.position_factors import position_factors
 from tgis.shard.kernels.cpu.rounding.rounder import CpuRounder
 from tgis.shard.layers.lora import LORA_TILE, Deltas, TokenAdapters
 from tgis.shard.layers.ops import CodeTable, HeadNorm, Product, Unfused
-from tgis.shard.layers.states import Mamba2
+from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.schemes import int8 as int8_scheme
@@ -102,6 +103,9 @@ class CpuKernels(CpuRounder, Unfused):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return _change(x, "add", other=y.data_ptr(), stride=y.stride(0) if y.dim() > 1 else 0)
 
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        return _change(x, "multiply_sigmoid", other=gate.data_ptr(), stride=gate.stride(0))
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return _change(x, "scale", factor)
 
@@ -139,6 +143,11 @@ class CpuKernels(CpuRounder, Unfused):
         addresses = (rows.data_ptr(), mixer.norm_weight.data_ptr(), x.data_ptr())
         _run(mamba_kernels.gate_norm, x.shape, *sizes, *addresses)
         return x
+
+    def mix_delta(
+        self, rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: StepStates
+    ) -> Tensor:
+        return delta_net.mix_delta(rows, gates, mixer, layer, states)
 
     def angles(
         self,
@@ -188,9 +197,11 @@ def split_heads(
     head_dim = width // (num_heads + 2 * num_kv_heads)
     q = empty(num_tokens, num_heads, head_dim)
     k, v = (empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
-    addresses = (qkv.data_ptr(), _address(angles), q.data_ptr(), k.data_ptr(), v.data_ptr())
+    outputs = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+    addresses = (qkv.data_ptr(), qkv.stride(0), _address(angles), *outputs)
     shape = (num_tokens, num_heads, num_kv_heads, head_dim, 0 if angles is None else angles.shape[-1])
     norm = (0, 0, 0, 0)
+    assert qkv.stride(1) == 1, "channels of a row are contiguous"
     if head_norm:
         weights = (head_norm.q_weight.data_ptr(), head_norm.k_weight.data_ptr(), _address(head_norm.v_weight))
         norm = (*weights, as_bits(head_norm.eps))

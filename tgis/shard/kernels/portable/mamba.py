@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgis.shard.kernels.portable.convolution import convolve
 from tgis.shard.layers.states import Mamba2
 from tgis.shard.memory.state_cache import StepStates
 
@@ -21,7 +22,7 @@ def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> T
     out = torch.empty(len(rows), sizes.width, device=rows.device)
     spans = pairwise(states.begins.tolist())
     for slot, (begin, end) in zip(states.slots.tolist(), spans, strict=True):
-        mixed = _convolve(channels[begin:end], mixer, windows[slot])
+        mixed = convolve(channels[begin:end], mixer.kernel, mixer.kernel_bias, windows[slot])
         out[begin:end] = _scan(mixed, times[begin:end], mixer, sums[slot])
     return out
 
@@ -31,15 +32,6 @@ def gate_norm(x: Tensor, rows: Tensor, mixer: Mamba2) -> Tensor:
     x *= F.silu(rows[:, : mixer.sizes.width].float())
     groups = x.view(len(x), mixer.sizes.num_groups, -1)
     return x.copy_(F.rms_norm(groups, groups.shape[2:], eps=mixer.eps).flatten(1) * mixer.norm_weight)
-
-
-def _convolve(x: Tensor, mixer: Mamba2, window: Tensor) -> Tensor:
-    """Return the convolution of a sequence's new tokens, [count, num_channels], and update its window."""
-    count = len(x)
-    inputs = torch.cat([window, x])
-    terms = [inputs[i : i + count] * weight for i, weight in enumerate(mixer.kernel)]
-    window.copy_(inputs[count:])
-    return F.silu(torch.stack(terms).sum(0) + mixer.kernel_bias)
 
 
 def _scan(channels: Tensor, times: Tensor, mixer: Mamba2, sums: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import Stored, read_pieces
-from tgis.shard.kernels.portable import mamba
+from tgis.shard.kernels.portable import delta_net, mamba
 from tgis.shard.layers.activation import CLAMPED_SWIGLU
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm, Product, Unfused
-from tgis.shard.layers.states import Mamba2
+from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole
 
@@ -69,6 +69,9 @@ class TorchKernels(Unfused):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x.add_(y)
 
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x.mul_(torch.sigmoid(gate.float()))
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x.mul_(factor)
 
@@ -97,6 +100,11 @@ class TorchKernels(Unfused):
 
     def gate_norm(self, x: Tensor, rows: Tensor, mixer: Mamba2) -> Tensor:
         return mamba.gate_norm(x, rows, mixer)
+
+    def mix_delta(
+        self, rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: StepStates
+    ) -> Tensor:
+        return delta_net.mix_delta(rows, gates, mixer, layer, states)
 
     def angles(
         self,

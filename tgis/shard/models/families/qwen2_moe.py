@@ -36,10 +36,14 @@ def spec(config: Config) -> DecoderSpec:
 
 
 def sources(spec: DecoderSpec) -> dict[str, Source]:
+    return {**llama.sources(spec), **expert_sources()}
+
+
+def expert_sources() -> dict[str, Source]:
+    """Return the sources of a router, its experts and the shared expert."""
     mlp = "model.layers.{i}.mlp."
     shared = mlp + "shared_expert."
     return {
-        **llama.sources(spec),
         **qwen3_moe.expert_sources(mlp),
         "blocks.{i}.mlp.shared.up": stack(shared + "gate_proj", shared + "up_proj"),
         "blocks.{i}.mlp.shared.down": shared + "down_proj",

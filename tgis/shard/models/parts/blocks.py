@@ -76,8 +76,9 @@ class SelfAttention:
         self._norm_product = parts.kernels.norm_product
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         num_projections = {"both": 2, "keys": 1, "none": 0}[spec.kv_projections]
-        widths = [q_size] + [kv_size] * num_projections
-        pieces = [size] + [kv_pieces] * num_projections
+        num_query_parts = 1 + spec.has_output_gate  # the gate precedes the queries
+        widths = [q_size] * num_query_parts + [kv_size] * num_projections
+        pieces = [size] * num_query_parts + [kv_pieces] * num_projections
         self._qkv = ColumnParallel(parts, f"{path}.qkv", spec.hidden_size, widths, spec.qkv_bias, pieces)
         out = RowParallel(parts, f"{path}.out", q_size, spec.hidden_size, spec.out_bias)
         self._output = BranchOutput(parts, out, finish)
@@ -96,6 +97,7 @@ class SelfAttention:
         self._heads = Heads(spec.num_heads // size, num_kv_heads, head_norm)
         self._repeats_keys = spec.kv_projections == "keys"
         self._q_size = q_size // size
+        self._multiply_sigmoid = parts.kernels.multiply_sigmoid if spec.has_output_gate else None
         self._scale_rows = parts.kernels.scale_rows
         if spec.qk_norm == "whole":
             self._whole_norms = (
@@ -115,7 +117,9 @@ class SelfAttention:
     ) -> Tensor | None:
         """Return the output still to be added to x, the residual stream, or None if it was added. The
         factors, [num_tokens], multiply the queries of layers without norms of heads."""
-        qkv = self._norm_product(*source, self._qkv, None, adapters)  # [num_tokens, own q, k and v]
+        # [num_tokens, own gate if there is one, q, k and v]
+        rows = self._norm_product(*source, self._qkv, None, adapters)
+        qkv = rows if self._multiply_sigmoid is None else rows[:, self._q_size :]
         if self._clip is not None:
             self._clamp(qkv, self._clip)
         if self._whole_norms is not None:
@@ -125,8 +129,10 @@ class SelfAttention:
         if query_factors is not None:
             self._scale_rows(qkv[:, : self._q_size], query_factors)
         # [num_tokens, num_heads, head_dim]
-        y = attention.run(self._layer, qkv, self._heads, angles, plan, self._scoring)
-        return self._output(x, y.flatten(1), adapters)
+        y = attention.run(self._layer, qkv, self._heads, angles, plan, self._scoring).flatten(1)
+        if self._multiply_sigmoid is not None:
+            self._multiply_sigmoid(y, rows[:, : self._q_size])
+        return self._output(x, y, adapters)
 
     def _normalise(self, qkv: Tensor, q_norm: SplitNorm, k_norm: SplitNorm) -> Tensor:
         group = self._heads.num_heads // self._heads.num_kv_heads

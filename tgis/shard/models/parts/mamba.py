@@ -11,25 +11,9 @@ from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts
 from tgis.shard.layers.states import Mamba2
-from tgis.shard.memory.state_cache import StateCache, StateShape, StateSizes, StepStates
+from tgis.shard.memory.state_cache import StateSizes, StepStates
 from tgis.shard.models.parts.blocks import BranchInput, BranchOutput, Finish
 from tgis.shard.models.spec import DecoderSpec, MambaSpec
-
-
-def find_state_shape(spec: object, size: int) -> StateShape | None:
-    """Return the shape of a sequence's state on one of `size` ranks, or None if the model keeps none."""
-    if not isinstance(spec, DecoderSpec) or spec.mamba is None:
-        return None
-    return StateShape(len(spec.mamba.layers), _local_sizes(spec.mamba, size))
-
-
-def open_state(spec: object, group: ProcessGroup, num_tokens: int) -> StepStates | None:
-    """Return the state of one sequence before its first token, for a step of that many tokens, or None if the
-    model keeps none."""
-    shape = find_state_shape(spec, group.size)
-    if shape is None:
-        return None
-    return StepStates(StateCache(shape, 1, group.device), torch.tensor([0]), torch.tensor([0, num_tokens]))
 
 
 class MambaMixer:
@@ -72,7 +56,7 @@ class MambaMixer:
         return y * scale * self._mixer.norm_weight
 
 
-def _local_sizes(mamba: MambaSpec, size: int) -> StateSizes:
+def local_sizes(mamba: MambaSpec, size: int) -> StateSizes:
     return StateSizes(
         mamba.num_heads // size,
         mamba.head_dim,
@@ -92,7 +76,7 @@ def _list_widths(mamba: MambaSpec, group: ProcessGroup) -> tuple[list[int], list
 def _read_mixer(mamba: MambaSpec, parts: Parts, path: str, eps: float) -> Mamba2:
     """Read this rank's part of the vectors and the convolution. Raises WeightsError."""
     group = parts.group
-    sizes = _local_sizes(mamba, group.size)
+    sizes = local_sizes(mamba, group.size)
     heads, channels = [group.slice(mamba.num_heads)], _list_channels(mamba, group)
 
     def read(name: str, shape: tuple[int, ...], rows: Sequence[slice]) -> Tensor:

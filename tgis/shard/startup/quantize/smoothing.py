@@ -17,7 +17,7 @@ def list_readers(spec: DecoderSpec) -> dict[str, list[str]]:
         for layer in range(spec.num_layers):
             path = f"blocks.{layer}"
             feed_forward = _list_feed_forward(spec, f"{path}.mlp", layer)
-            readers[f"{path}.norm_1"] = [f"{path}.{_find_first_matrix(spec, layer)}"]
+            readers[f"{path}.norm_1"] = [f"{path}.{name}" for name in _list_first_matrices(spec, layer)]
             second = "norm_1" if spec.residual == "parallel_shared_norm" else "norm_2"
             if spec.experts is not None and spec.experts.beside_dense:
                 readers[f"{path}.mlp.sparse_norm"] = list(feed_forward)
@@ -28,10 +28,12 @@ def list_readers(spec: DecoderSpec) -> dict[str, list[str]]:
     return readers
 
 
-def _find_first_matrix(spec: DecoderSpec, layer: int) -> str:
+def _list_first_matrices(spec: DecoderSpec, layer: int) -> list[str]:
     if spec.mamba is not None and layer in spec.mamba.layers:
-        return "mamba.in"
-    return "attention.latents" if spec.latent else "attention.qkv"
+        return ["mamba.in"]
+    if spec.delta_net is not None and layer in spec.delta_net.layers:
+        return ["delta_net.in", "delta_net.gates"]
+    return ["attention.latents" if spec.latent else "attention.qkv"]
 
 
 def _list_feed_forward(spec: DecoderSpec, path: str, layer: int) -> Iterator[str]:

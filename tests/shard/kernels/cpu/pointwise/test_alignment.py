@@ -58,7 +58,8 @@ def _split(inputs: list[Tensor], out: Tensor, unturned: int = 0) -> None:
     dim = len(out) // 4
     q, k, v = (place.data_ptr() for place in (out[: 2 * dim], out[2 * dim : 3 * dim], out[3 * dim :]))
     norm = (weights[0].data_ptr(), weights[0][dim:].data_ptr(), 0, EPS) if weights else (0, 0, 0, 0)
-    shape, addresses = (1, 2, 1, dim, dim // 2 - unturned, 1), (qkv.data_ptr(), angles.data_ptr(), q, k, v)
+    shape = (1, 2, 1, dim, dim // 2 - unturned, 1)
+    addresses = (qkv.data_ptr(), len(qkv), angles.data_ptr(), q, k, v)
     heads.split_heads(*shape, *addresses, *norm)
 
 

@@ -61,6 +61,15 @@ def test_a_soft_cap(x: Tensor) -> None:
     assert CPU_KERNELS.soft_cap(x, 2.5).allclose(expected, rtol=0, atol=2e-6)
 
 
+def test_a_sigmoid(x: Tensor) -> None:
+    whole = torch.randn(ROWS, SIZE + 3) * 30
+    gate = whole[:, :SIZE]
+    expected = x * torch.sigmoid(gate)
+    assert PORTABLE.multiply_sigmoid(x.clone(), gate).allclose(expected)
+    assert CPU_KERNELS.multiply_sigmoid(x, gate) is x
+    assert x.allclose(expected, rtol=1e-6, atol=1e-9)
+
+
 def test_gaps_between_rows_do_not_change() -> None:
     whole = torch.ones(ROWS, SIZE + 6)
     CPU_KERNELS.scale(whole[:, :SIZE], 2.0)

@@ -16,16 +16,9 @@ def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> T
     sizes, cache = mixer.sizes, states.cache
     num_tokens, row_size = rows.shape
     num_seqs, slot_size = len(states.slots), cache.memory.stride(0)
-    channels, out = empty(num_tokens, sizes.num_channels), empty(num_tokens, sizes.width)
+    channels = convolve(rows, mixer.kernel, mixer.kernel_bias, layer, states)
+    out = empty(num_tokens, sizes.width)
     step = (states.slots.data_ptr(), states.begins.data_ptr(), slot_size)
-
-    is_small = num_tokens * sizes.num_channels * sizes.kernel_size < _FEW
-    convolve = kernels.convolve if is_small else kernels.convolve.parallel
-    convolve(
-        *(num_tokens, num_seqs, sizes.num_channels, sizes.kernel_size, row_size, sizes.width),
-        *(*step, cache.windows(layer).data_ptr(), rows.data_ptr()),
-        *(mixer.kernel.data_ptr(), mixer.kernel_bias.data_ptr(), channels.data_ptr()),
-    )
 
     is_small = num_tokens * sizes.width * sizes.state_size < _FEW
     scan = kernels.scan if is_small else kernels.scan.parallel
@@ -44,3 +37,20 @@ def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> T
         *(as_bits(mixer.min_step), as_bits(mixer.max_step), out.data_ptr()),
     )
     return out
+
+
+def convolve(rows: Tensor, kernel: Tensor, bias: Tensor, layer: int, states: StepStates) -> Tensor:
+    """Return silu of the causal convolution of the channels that follow the gate in rows, [num_tokens,
+    num_channels], and update the windows."""
+    sizes, cache = states.cache.shape.sizes, states.cache
+    num_tokens, row_size = rows.shape
+    channels = empty(num_tokens, sizes.num_channels)
+    is_small = num_tokens * sizes.num_channels * sizes.kernel_size < _FEW
+    run = kernels.convolve if is_small else kernels.convolve.parallel
+    run(
+        *(num_tokens, len(states.slots), sizes.num_channels, sizes.kernel_size, row_size, sizes.width),
+        *(states.slots.data_ptr(), states.begins.data_ptr(), cache.memory.stride(0)),
+        *(cache.windows(layer).data_ptr(), rows.data_ptr()),
+        *(kernel.data_ptr(), bias.data_ptr(), channels.data_ptr()),
+    )
+    return channels

@@ -1,5 +1,5 @@
-"""Compiled kernel of elementwise operations in place: add, scale all rows or each row, clamp,
-soft cap."""
+"""Compiled kernel of elementwise operations in place: add, scale all rows or each row, clamp, soft cap,
+multiply by a sigmoid."""
 
 from typing import Any
 
@@ -7,11 +7,18 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, next_unit, operands, ordered, pointer
-from tgis.shard.kernels.cpu.jit.scalar_math import tanh
+from tgis.shard.kernels.cpu.jit.scalar_math import exp, tanh
 
 _F32 = np.float32(0)
-_ADD, _SCALE, _CLAMP, _SOFT_CAP, _SCALE_ROWS = range(5)
-KINDS = {"add": _ADD, "scale": _SCALE, "clamp": _CLAMP, "soft_cap": _SOFT_CAP, "scale_rows": _SCALE_ROWS}
+_ADD, _SCALE, _CLAMP, _SOFT_CAP, _SCALE_ROWS, _MULTIPLY_SIGMOID = range(6)
+KINDS = {
+    "add": _ADD,
+    "scale": _SCALE,
+    "clamp": _CLAMP,
+    "soft_cap": _SOFT_CAP,
+    "scale_rows": _SCALE_ROWS,
+    "multiply_sigmoid": _MULTIPLY_SIGMOID,
+}
 
 
 @ordered
@@ -25,6 +32,9 @@ def _change_row(kind: int, x: Any, other: Any, number: Any) -> None:
     elif kind == _SCALE_ROWS:
         for i in range(x.shape[0]):
             x[i] *= other[0]
+    elif kind == _MULTIPLY_SIGMOID:
+        for i in range(x.shape[0]):
+            x[i] /= np.float32(1) + exp(-other[i])
     elif kind == _CLAMP:
         for i in range(x.shape[0]):
             # These comparisons keep NaN.

@@ -66,10 +66,10 @@ def _rotate_heads(x: Any, dim: int, cosines: Any, sines: Any, out: Any) -> None:
 
 def _split_heads(args: Any) -> None:
     num_rows, heads, kv_heads, dim, half, rows_per_unit = operands(args, 1, 6)
-    x_address, angles_address, q_address, k_address, v_address = operands(args, 7, 5)
-    q_weight_address, k_weight_address, v_weight_address, eps_bits = operands(args, 12, 4)
+    x_address, x_pitch, angles_address, q_address, k_address, v_address = operands(args, 7, 6)
+    q_weight_address, k_weight_address, v_weight_address, eps_bits = operands(args, 13, 4)
     q_size, kv_size = heads * dim, kv_heads * dim
-    x = carray(pointer(x_address, _F32), (num_rows, q_size + 2 * kv_size))
+    x = carray(pointer(x_address, _F32), (num_rows, x_pitch))
     angles = carray(pointer(angles_address, _F32), (2, num_rows, half))
     q = carray(pointer(q_address, _F32), (num_rows, q_size))
     k = carray(pointer(k_address, _F32), (num_rows, kv_size))
@@ -82,7 +82,7 @@ def _split_heads(args: Any) -> None:
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
-            row, values = x[t], x[t, q_size + kv_size :]
+            row, values = x[t], x[t, q_size + kv_size : q_size + 2 * kv_size]
             if normed.size:
                 _normalise_heads(row[:q_size], q_weight, eps, normed[:q_size])
                 _normalise_heads(row[q_size : q_size + kv_size], k_weight, eps, normed[q_size:])

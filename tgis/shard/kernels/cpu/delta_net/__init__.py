@@ -1,0 +1,1 @@
+"""Compiled kernels of gated DeltaNet layers."""

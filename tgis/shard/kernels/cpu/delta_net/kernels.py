@@ -1,0 +1,203 @@
+"""Compiled kernels of gated DeltaNet layers. Tokens of a sequence are computed one after the other, each as
+if alone, so a token's bits do not depend on the step, the chunk of the prompt or the batch that computes it.
+
+The sums of some channels stay in the first-level cache while the tokens of a prompt pass."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.compiler import (
+    Kernel,
+    as_float,
+    llvm_function,
+    next_unit,
+    operands,
+    ordered,
+    pointer,
+)
+from tgis.shard.kernels.cpu.jit.llvm import I64
+from tgis.shard.kernels.cpu.jit.scalar_math import exp
+from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
+from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
+from tgis.shard.memory.state_cache import BLOCK
+
+_EPS = np.float32(1e-6)  # of the length of queries and keys
+_F32, _I64 = np.float32(0), np.int64(0)
+_BYTES = 4
+
+
+@ordered
+def _sigmoid(x: Any) -> Any:
+    return np.float32(1) / (np.float32(1) + exp(-x))
+
+
+@ordered
+def _softplus(x: Any) -> Any:
+    return x if x > np.float32(20) else np.float32(np.log1p(np.exp(np.float64(x))))
+
+
+@ordered
+def _scale_to_length(x: Any, length: Any) -> None:
+    factor = length / np.sqrt(sum_squares(x) + _EPS)
+    for i in range(x.shape[0]):
+        x[i] *= factor
+
+
+@ordered
+def _find_factors(gates: Any, decay: Any, bias: Any, first: int, factors: Any) -> None:
+    """Set every head's factors: of its sums and of its update."""
+    total = gates.shape[0] // 2
+    for h in range(decay.shape[0]):
+        factors[2 * h] = exp(_softplus(gates[total + first + h] + bias[h]) * decay[h])
+        factors[2 * h + 1] = _sigmoid(gates[first + h])
+
+
+def _prepare(args: Any) -> None:
+    """Scale queries and keys, and compute the factors."""
+    num_tokens, num_channels, num_groups, state_size, num_heads = operands(args, 1, 5)
+    gates_size, first_head, tokens_per_unit = operands(args, 6, 3)
+    x_address, gates_address, decay_address, bias_address, factors_address = operands(args, 9, 5)
+    x = carray(pointer(x_address, _F32), (num_tokens, num_channels))
+    gates = carray(pointer(gates_address, _F32), (num_tokens, gates_size))
+    decay = carray(pointer(decay_address, _F32), (num_heads,))
+    bias = carray(pointer(bias_address, _F32), (num_heads,))
+    factors = carray(pointer(factors_address, _F32), (num_tokens, 2 * num_heads))
+    query_length = np.float32(1) / np.sqrt(np.float32(state_size))
+    begin = next_unit(args) * tokens_per_unit
+    while begin < num_tokens:
+        for t in range(begin, min(num_tokens, begin + tokens_per_unit)):
+            for g in range(2 * num_groups):
+                length = query_length if g < num_groups else np.float32(1)
+                _scale_to_length(x[t, g * state_size : (g + 1) * state_size], length)
+            _find_factors(gates[t], decay, bias, first_head, factors[t])
+        begin = next_unit(args) * tokens_per_unit
+
+
+def _advance_blocks(num_blocks: int) -> Any:
+    """Return a function that advances blocks of a head by a token: sums = decay * sums + key delta^T with
+    delta = strength * (value - decay * sums^T key), and out = sums^T query. Its arguments are addresses,
+    `factors` that of decay and strength."""
+
+    def build_all(
+        b: Any, sums: Any, query: Any, key: Any, value: Any, factors: Any, out: Any, state_size: Any
+    ) -> None:
+        decay, strength = (llvm.load_broadcast(b, b.add(factors, I64(i * _BYTES)), BLOCK) for i in range(2))
+        size = b.mul(state_size, I64(BLOCK * _BYTES))
+        blocks = [b.add(sums, b.mul(size, I64(i))) for i in range(num_blocks)]
+        zeros = [llvm.constant(0.0, BLOCK)] * num_blocks
+
+        def multiply_key(k: Any, totals: list[Any]) -> list[Any]:
+            row = b.mul(k, I64(BLOCK * _BYTES))
+            factor = llvm.load_broadcast(b, b.add(key, b.mul(k, I64(_BYTES))), BLOCK)
+            rows = [llvm.load_vector(b, b.add(block, row), BLOCK) for block in blocks]
+            return [llvm.multiply_add(b, x, factor, total) for x, total in zip(rows, totals, strict=True)]
+
+        known = llvm.loop(b, state_size, zeros, multiply_key)
+        places = [I64(i * BLOCK * _BYTES) for i in range(num_blocks)]
+        values = [llvm.load_vector(b, b.add(value, place), BLOCK) for place in places]
+        deltas = [
+            b.fmul(strength, b.fsub(x, b.fmul(decay, old))) for x, old in zip(values, known, strict=True)
+        ]
+
+        def update(k: Any, totals: list[Any]) -> list[Any]:
+            offset, row = b.mul(k, I64(_BYTES)), b.mul(k, I64(BLOCK * _BYTES))
+            into = llvm.load_broadcast(b, b.add(key, offset), BLOCK)
+            from_ = llvm.load_broadcast(b, b.add(query, offset), BLOCK)
+            after = []
+            for block, delta, total in zip(blocks, deltas, totals, strict=True):
+                before = llvm.load_vector(b, b.add(block, row), BLOCK)
+                x = llvm.multiply_add(b, before, decay, b.fmul(delta, into))
+                llvm.store_vector(b, x, b.add(block, row))
+                after.append(llvm.multiply_add(b, x, from_, total))
+            return after
+
+        for place, total in zip(places, llvm.loop(b, state_size, zeros, update), strict=True):
+            llvm.store_vector(b, total, b.add(out, place))
+
+    return llvm_function()(build_all)
+
+
+_advance_pair, _advance_one = _advance_blocks(2), _advance_blocks(1)
+
+
+@ordered
+def _advance_channel(sums: Any, query: Any, key: Any, value: Any, decay: Any, strength: Any, p: int) -> Any:
+    """Do the same for one channel, and return its output."""
+    known, total = np.float32(0), np.float32(0)
+    for n in range(key.shape[0]):
+        known = fused(sums[n, p], key[n], known)
+    delta = strength * (value - decay * known)
+    for n in range(key.shape[0]):
+        sums[n, p] = fused(sums[n, p], decay, delta * key[n])
+        total = fused(sums[n, p], query[n], total)
+    return total
+
+
+def _advance(args: Any) -> None:
+    num_tokens, num_seqs, num_heads, dim, num_groups, state_size = operands(args, 1, 6)
+    slots_address, begins_address, slot_size, sums_address = operands(args, 7, 4)
+    x_address, factors_address, out_address = operands(args, 11, 3)
+    width, key_width = num_heads * dim, num_groups * state_size
+    num_channels = width + 2 * key_width
+    slots = carray(pointer(slots_address, _I64), (num_seqs,))
+    begins = carray(pointer(begins_address, _I64), (num_seqs + 1,))
+    x = carray(pointer(x_address, _F32), (num_tokens, num_channels))
+    factors = carray(pointer(factors_address, _F32), (num_tokens, 2 * num_heads))
+    out = carray(pointer(out_address, _F32), (num_tokens, width))
+    num_blocks = dim // BLOCK if dim % BLOCK == 0 else 0
+    unit = next_unit(args)
+    while unit < num_seqs * num_heads:
+        sequence, head = unit // num_heads, unit % num_heads
+        begin, end, first = begins[sequence], begins[sequence + 1], head * dim
+        address = sums_address + (slots[sequence] * slot_size + first * state_size) * _BYTES
+        sums = carray(pointer(address, _F32), (state_size, dim))
+        query_at = head * num_groups // num_heads * state_size
+        key_at, value_at = query_at + key_width, 2 * key_width + first
+        for k in range(0, num_blocks, 2):  # so few that their sums fit into the first-level cache
+            part = address + k * state_size * BLOCK * _BYTES
+            for t in range(begin, end):
+                row = x_address + t * num_channels * _BYTES
+                value = row + (value_at + k * BLOCK) * _BYTES
+                given = factors_address + 2 * (t * num_heads + head) * _BYTES
+                target = out_address + (t * width + first + k * BLOCK) * _BYTES
+                inputs = (row + query_at * _BYTES, row + key_at * _BYTES, value)
+                if k + 1 < num_blocks:
+                    _advance_pair(part, *inputs, given, target, state_size)
+                else:
+                    _advance_one(part, *inputs, given, target, state_size)
+        for t in range(begin, end if num_blocks == 0 else begin):
+            query, key = x[t, query_at : query_at + state_size], x[t, key_at : key_at + state_size]
+            decay, strength = factors[t, 2 * head], factors[t, 2 * head + 1]
+            for p in range(dim):
+                out[t, first + p] = _advance_channel(sums, query, key, x[t, value_at + p], decay, strength, p)
+        unit = next_unit(args)
+
+
+@ordered
+def _norm_gate_row(gate: Any, weight: Any, eps: Any, x: Any) -> None:
+    dim = weight.shape[0]
+    for first in range(0, x.shape[0], dim):
+        head, own = x[first : first + dim], gate[first : first + dim]
+        scale = np.float32(1) / np.sqrt(sum_squares(head) / np.float32(dim) + eps)
+        for i in range(dim):
+            head[i] = head[i] * scale * weight[i] * (own[i] * _sigmoid(own[i]))
+
+
+def _norm_gate(args: Any) -> None:
+    num_rows, width, rows_per_unit, dim, row_size, eps_bits = operands(args, 1, 6)
+    gate_address, weight_address, x_address = operands(args, 7, 3)
+    gates = carray(pointer(gate_address, _F32), (num_rows, row_size))
+    weight = carray(pointer(weight_address, _F32), (dim,))
+    x = carray(pointer(x_address, _F32), (num_rows, width))
+    eps = as_float(eps_bits)
+    first = next_unit(args) * rows_per_unit
+    while first < num_rows:
+        for t in range(first, min(num_rows, first + rows_per_unit)):
+            _norm_gate_row(gates[t, :width], weight, eps, x[t])
+        first = next_unit(args) * rows_per_unit
+
+
+prepare, advance, norm_gate = Kernel(_prepare), Kernel(_advance), Kernel(_norm_gate)
