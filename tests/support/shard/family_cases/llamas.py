@@ -417,5 +417,8 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "granitemoehybrid_attention_only": lambda: hf.GraniteMoeHybridConfig(
         **hybrid(num_local_experts=0, layer_types=["full_attention"] * 2, position_embedding_type="rope")
     ),
+    "granitemoehybrid_mamba_only": lambda: hf.GraniteMoeHybridConfig(
+        **hybrid(num_local_experts=0, layer_types=["linear_attention"] * 2, mamba_n_groups=2)
+    ),
     "starcoder2": lambda: hf.Starcoder2Config(**sizes(sliding_window=5)),
 }
