@@ -107,6 +107,7 @@ def test_models_that_gpus_cannot_run(
 ) -> None:
     """They run on the CPU with a warning, but are refused if the operator requires GPUs."""
     write_model(tmp_path, CASES[case]())
+    caplog.clear()
     reason = f"GPUs cannot run this model: {OBSTACLES[case]}; use --device cpu or auto"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(DeviceError, match=reason):

@@ -6,8 +6,8 @@ from tgis.router.scheduling.block_pool import Edge, PoolListener
 
 
 class SnapshotBlocks:
-    """Listener to the blocks and the snapshots of a pool. It passes on to another listener only prefixes at or
-    before a snapshot, because a sequence continues from the last snapshot among its cached blocks."""
+    """Listener to the blocks and the snapshots of a pool. It passes on to another listener only prefixes at
+    or before a snapshot, because a sequence continues from the last snapshot among its cached blocks."""
 
     def __init__(self, target: PoolListener) -> None:
         self._target = target

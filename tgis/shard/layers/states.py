@@ -7,7 +7,10 @@ from torch import Tensor
 
 from tgis.shard.memory.state_cache import StateSizes
 
-# Place of the gate. before_norm: norm(y * silu(gate)); after_norm: norm(y) * silu(gate); no_norm: y * silu(gate).
+# Place of the gate of Mamba 2's output.
+#   before_norm:  norm(y * silu(gate))
+#   after_norm:   norm(y) * silu(gate)
+#   no_norm:      y * silu(gate)
 Gating = Literal["before_norm", "after_norm", "no_norm"]
 
 

@@ -117,7 +117,8 @@ class MambaBesideAttention:
             self._add(x, source.delta)
         attended = self._attend(x, BranchInput(x, None, self._norms[0]), context)
         mixed = self._mix(x, BranchInput(x, None, self._norms[1]), context)
-        assert attended is not None and mixed is not None
+        assert attended is not None, "branches with a factor do not add their outputs"
+        assert mixed is not None, "branches with a factor do not add their outputs"
         return self._add(mixed, attended)
 
 

@@ -77,7 +77,7 @@ class MambaMixer:
         return y if gates_first else y * gate
 
     def _scale_parts(self, rows: Tensor) -> None:
-        """Multiply the gate and the time step by their factors. The convolution multiplies the other parts."""
+        """Multiply gate and time step by their factors. The convolution multiplies the other parts."""
         sizes = self._mixer.sizes
         if self._gate_scale != 1:
             self._kernels.scale(rows[:, : sizes.width], self._gate_scale)
