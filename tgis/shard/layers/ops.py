@@ -63,9 +63,9 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Activation:
-    """Activation silu, gelu, gelu_tanh, relu, relu2 (its square) or quick_gelu of [num_tokens, size]. If it is
-    gated, it applies to the first half of [num_tokens, 2 * size] and is multiplied by the second half.
-    `CLAMPED_SWIGLU` is always gated."""
+    """Activation silu, gelu, gelu_tanh, relu, relu2 (the square of relu) or quick_gelu of [num_tokens, size].
+    If it is gated, it applies to the first half of [num_tokens, 2 * size] and is multiplied by the second
+    half. `CLAMPED_SWIGLU` is always gated."""
 
     name: str
     is_gated: bool
