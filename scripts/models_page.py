@@ -25,18 +25,32 @@ measured only with models of Llama's shape and Gemma 3.
 
 ## Models that keep a state
 
-Granite 4 models with Mamba layers, and Qwen 3 Next and Qwen 3.5 with gated DeltaNet, keep a state for each sequence, in
-float32 and in addition to the keys and values of their attention layers: 56 MiB for `granite-4.0-h-tiny`, 75 MiB for
-`Qwen3-Next-80B-A3B`. At startup, a shard reserves states for `--max-batch-size`
+Models with Mamba layers (Granite 4, Nemotron-H, Falcon H1, Mamba 2) and with gated DeltaNet (Qwen 3 Next, Qwen 3.5) keep
+a state for each sequence, in float32 and in addition to the keys and values of their attention layers: 56 MiB for
+`granite-4.0-h-tiny`, 75 MiB for `Qwen3-Next-80B-A3B`. At startup, a shard reserves states for `--max-batch-size`
 sequences and as many snapshots, but at most half of the cache's memory, or what the blocks leave. If there are fewer
 states than sequences, the others wait. The log reports the number and size; `tgi_state_usage_ratio` and
 `tgi_state_snapshots` report their use ([how it works](how-it-works.md)). `--kv-cache-memory-fraction` increases both.
 
-These models run on CPUs only, and need at least one layer with attention; others are refused. Drafts (`--speculate`)
-are off for them, with a warning. The numbers of heads and groups of Mamba layers, and of heads of values and of keys of
-gated DeltaNet, must be divisible by the number of shards, but shards may share a group or a key. Weights of the
-convolutions and decays are always float32, and `--quantize` leaves the projections of gated DeltaNet's decays and
-strengths in `--dtype`. Images and the layers that predict further tokens (`mtp`) of Qwen 3.5 are not served.
+Drafts (`--speculate`) are off for these models, with a warning. The numbers of heads and groups of Mamba layers, and of
+heads of values and of keys of gated DeltaNet, must be divisible by the number of shards, but shards may share a group or
+a key. Weights of the convolutions and decays are always float32, and `--quantize` leaves the projections of gated
+DeltaNet's decays and strengths in `--dtype`. Constant factors of Falcon H1 are never multiplied into matrices, so
+quantized checkpoints are read as they are. Images and the layers that predict further tokens (`mtp`) of Qwen 3.5 are not
+served. Qwen 3 Next and 3.5 need at least one layer with attention.
+
+A model without attention, such as Mamba 2, has a KV cache whose blocks take no memory. The router still counts its tokens
+in blocks, because prefixes are found by them, so `--kv-cache-tokens` limits it like other models; without the option, the
+blocks suffice for `--max-batch-size` requests of maximum length. All of the cache's memory is for states.
+
+transformers raises the time steps of Nemotron-H to `time_step_min` in prompts, but not in generated tokens. This service
+uses `time_step_limit` for both, which sets no limit by default.
+
+## Models that GPUs do not run
+
+GPUs do not run models that keep a state, models whose layers have different heads (Gemma 4), models with latent attention
+(which has not been tried on GPUs), and models on other engines. With `--device auto`, such a model runs on the CPU, and a
+warning has the reason. With `--device cuda`, the shard does not start, and the error has the reason.
 
 ## Latent attention
 
@@ -50,7 +64,7 @@ The kernels read keys and values in different layouts, so the cache holds every 
 and layer for DeepSeek V3, or 137 KiB per token in 16 bits. The query heads are split over the shards, and each shard
 holds all latents. `kv_b_proj` is divided by heads, and half of it is kept in `--dtype`, whatever the format of the
 checkpoint; `--quantize` leaves both halves in `--dtype`. Adapters may change every linear layer, including `kv_b_proj`.
-GPUs have not been tried with these models. GGUF files of them are refused.
+GGUF files of them are refused.
 
 ## Quantized checkpoints
 

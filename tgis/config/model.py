@@ -60,7 +60,7 @@ class ModelOptions:
         choices=DTYPES,
     )
     device: str = option(
-        "Device of the shards; auto: GPUs if torch can use them, else the CPU.",
+        "Device of the shards; auto: GPUs if torch can use them and they can run the model, else the CPU.",
         "auto",
         env="TGIS_DEVICE",
         choices=DEVICES,

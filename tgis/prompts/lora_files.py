@@ -60,7 +60,8 @@ _BIAS = re.compile(r".+\.lora_B(?:\.default)?\.bias")
 _MAGNITUDE = "lora_magnitude_vector"
 # Parameters that contain all experts. If a module has two, PEFT wraps the first as `base_layer` of the
 # second.
-_UP, _DOWN = "gate_up_proj", "down_proj"
+_UP, _PLAIN_UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"
+_FUSED = tuple(f".experts.{name}" for name in (_UP, _PLAIN_UP, _DOWN))
 
 Value = TypeVar("Value")
 
@@ -151,8 +152,8 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
     stored dtype. They may be memory-mapped, so the files must not change.
 
     Modules have PEFT's names without the prefix `base_model.model.`. For a parameter that contains all
-    experts, `{module}` is `{module}.gate_up_proj` or `{module}.down_proj`, and the rank is num_experts *
-    rank. `{module}.base` is the adapter's copy of the model's own weight.
+    experts, `{module}` is `{module}.gate_up_proj`, `{module}.up_proj` or `{module}.down_proj`, and the rank
+    is num_experts * rank. `{module}.base` is the adapter's copy of the model's own weight.
 
     Raises UnsupportedTypeError, TooLargeError, AdapterError with the cause, and OSError."""
     file = directory / CONFIG
@@ -234,13 +235,14 @@ def _check(name: str, tensor: Tensor) -> Tensor:
 
 
 def _name_parameters(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
-    targets = {target.rpartition(".")[2] for target in config.target_parameters} & {_UP, _DOWN}
+    targets = {target.rpartition(".")[2] for target in config.target_parameters} & {_UP, _PLAIN_UP, _DOWN}
+    up = _PLAIN_UP if _PLAIN_UP in targets else _UP
     renamed = {}
     for name, tensor in tensors.items():
         module, kind = split_name(name)
         if targets and kind in ("lora_A.weight", "lora_B.weight"):
             if module.endswith(".experts.base_layer"):
-                module = f"{module.removesuffix('.base_layer')}.{_UP}"
+                module = f"{module.removesuffix('.base_layer')}.{up}"
             elif module.endswith(".experts"):
                 is_outer = f"{module}.base_layer.{kind}" in tensors
                 module = f"{module}.{_DOWN if is_outer or len(targets) > 1 else next(iter(targets))}"
@@ -257,7 +259,7 @@ def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple
         a, b = _pair(module, tensors)
         key = _key(module, config)
         rank = config.ranks.find(key)
-        is_fused = bool(config.target_parameters) and module.endswith((f".{_UP}", f".{_DOWN}"))
+        is_fused = bool(config.target_parameters) and module.endswith(_FUSED)
         if a.shape[0] != b.shape[1] or (a.shape[0] % rank if is_fused else a.shape[0] != rank):
             shapes = f"{list(a.shape)} and {list(b.shape)}"
             raise AdapterError(f"invalid adapter: {quote(module)} has shapes {shapes}, expected rank {rank}")

@@ -8,6 +8,7 @@ import pytest
 
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.cache_events import CacheChanges, CacheRecorder, StoredBlock
+from tgis.router.scheduling.state_pool import StatePool
 from tgis.router.sequence import CacheSalt
 
 SIZE, VOCAB_SIZE, MAX_BLOCKS = 2, 3, 4
@@ -48,27 +49,32 @@ class Follower:
 
 
 def findable(pool: BlockPool, prefix: Hashable) -> set[Path]:
-    """Return the prompts of whole blocks that a look-up finds, by looking up every one."""
+    """Return the prompts of whole blocks that a look-up finds, by looking up every one. If there are states,
+    a prompt also needs a snapshot after it or after a longer one."""
     paths: set[Path] = set()
+    ended: set[Path] = set()
     ends: list[Path] = [()]
     while ends:
         path = ends.pop()
         for first in range(VOCAB_SIZE):
             for second in range(VOCAB_SIZE):
                 longer = (*path, first, second)
-                blocks, _ = pool.match(prefix, longer)
+                blocks, name = pool.match(prefix, longer)
                 if len(blocks) * SIZE == len(longer):
                     paths.add(longer)
                     ends.append(longer)
-    return paths
+                    if pool.states is None or name in pool.states:
+                        ended.add(longer)
+    return {path for path in paths if any(each[: len(path)] == path for each in ended)}
 
 
 class Workload:
     """Random prompts that take, publish and release blocks."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, has_states: bool = False) -> None:
         self.random = random.Random(seed)
-        self.pool = BlockPool(self.random.randint(4, 12), SIZE)
+        states = StatePool(self.random.randint(1, 4), SIZE) if has_states else None
+        self.pool = BlockPool(self.random.randint(4, 12), SIZE, states=states)
         self.running: list[list[int]] = []
 
     def step(self) -> None:
@@ -94,14 +100,23 @@ class Workload:
         self.running.append(blocks)
         for i in range(len(cached), num_blocks):
             name = self.pool.publish(name, tokens[i * SIZE : (i + 1) * SIZE], blocks[i])
+            self._publish_state(name)
         if prefix[0] == "encoder":  # type: ignore[index]
             self.pool.publish(name, [0], blocks[-1])  # a short block, as at the end of an encoder's input
 
+    def _publish_state(self, name: Hashable) -> None:
+        states = self.pool.states
+        if states is not None and self.random.random() < 0.4:
+            slot = states.take()
+            assert slot is not None
+            states.publish(name, slot)
 
+
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("first", range(0, 160, 40))
-def test_a_listener_knows_what_look_ups_find(first: int) -> None:
+def test_a_listener_knows_what_look_ups_find(first: int, has_states: bool) -> None:
     for seed in range(first, first + 40):
-        asyncio.run(follow(Workload(seed)))
+        asyncio.run(follow(Workload(seed, has_states)))
 
 
 async def follow(workload: Workload) -> None:

@@ -2,18 +2,21 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as hf
 
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Kernels
-from tgis.shard.layers.states import Mamba2
+from tgis.shard.layers.states import Gating, Mamba2
 from tgis.shard.memory.state_cache import StateCache, StateShape, StateSizes, StepStates
 
 # Widths of heads below, at and between the sizes of the vectors of any processor; more and fewer groups.
@@ -129,6 +132,21 @@ def test_a_tokens_bits_depend_neither_on_cuts_nor_on_company(sizes: StateSizes) 
         assert torch.equal(again.memory[4], cache.memory[3])
         [second] = mix(CPU_KERNELS, mixer, again, [(6, rows[cut:])])
         assert torch.equal(torch.cat([first, second]), whole)
+
+
+@pytest.mark.parametrize("gating", get_args(Gating))
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_gates_equal_transformers(platform: str, gating: Gating) -> None:
+    torch.manual_seed(3)
+    sizes = SIZES[0]
+    mixer = replace(draw_mixer(sizes), gating=gating)
+    y, rows = torch.randn(9, sizes.width), draw_rows(sizes, 9)
+    gate = rows[:, : sizes.width]
+    norm = FalconH1RMSNormGated(sizes.width, mixer.eps, sizes.num_groups, gating == "after_norm")
+    norm.weight.data = mixer.norm_weight
+    expected = y * F.silu(gate) if gating == "no_norm" else norm(y, gate).detach()
+    actual = PLATFORMS[platform].gate_norm(y.clone(), rows, mixer)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_state_is_that_of_transformers_after_a_thousand_tokens() -> None:

@@ -13,6 +13,7 @@ PECULIAR = {
     "mistral3",
     "llama4_multimodal",
     "granitemoe",
+    "nemotron_h_latent_experts_biases",
     "mixtral",
     "gpt_neox",
     "llama_tied",

@@ -54,8 +54,8 @@ class Checkpoints:
             directory, config = self._root / case.replace(" ", "-"), CASES[case]()
             write_model(directory, config)
             oracle = Oracle(directory, config)
-            self._case = case
             self._found = directory, oracle, [oracle.answer(ids) for ids in draw_inputs()]
+            self._case = case
         return self._found
 
 

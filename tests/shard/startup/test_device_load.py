@@ -13,7 +13,7 @@ from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
 from tests.support.shard.checkpoints import write_llama, write_model
 from tests.support.shard.driver import Request, Router, configure
-from tests.support.shard.family_cases.llamas import CASES
+from tests.support.shard.family_cases.all import CASES
 from tests.support.shard.portable import plain
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import CPU
@@ -23,6 +23,7 @@ from tgis.shard.server import log_failure
 from tgis.shard.startup import choose_platform
 from tgis.shard.startup.cuda_platform import choose_graph_sizes
 from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup.platform import DeviceError
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +93,44 @@ def test_arithmetic_of_cpus_on_a_gpu(
     assert caplog.messages == ["--cpu-arithmetic has no effect: the model runs on a GPU"]
 
 
-def test_models_whose_layers_differ_run_on_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+OBSTACLES = {
+    "gemma4_text": "its layers have different heads",
+    "granitemoehybrid": "it keeps a state other than keys and values",
+    "mamba2": "it keeps a state other than keys and values",
+    "deepseek_v3": "its latent attention has not been tried on GPUs",
+}
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_models_that_gpus_cannot_run(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_model(tmp_path, CASES["gemma4_text"]())
-    monkeypatch.setattr(choose_platform, "find_device", lambda *_: torch.device("cuda", 0))
-    assert prepare(configure(tmp_path)).on.device.type == "cpu"
-    assert caplog.messages == [
-        "the GPUs are not used: their kernels support only models whose layers have equal heads"
-    ]
+    """They run on the CPU with a warning, but are refused if the operator requires GPUs."""
+    write_model(tmp_path, CASES[case]())
+    caplog.clear()
+    reason = f"GPUs cannot run this model: {OBSTACLES[case]}; use --device cpu or auto"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(DeviceError, match=reason):
+        prepare(configure(tmp_path, device="cuda"))
+    assert not caplog.messages
+    assert prepare(configure(tmp_path, device="auto")).on.device.type == "cpu"
+    [warning] = caplog.messages
+    assert warning == f"the model runs on the CPU, because GPUs cannot run it: {OBSTACLES[case]}"
+    caplog.clear()
+    assert prepare(configure(tmp_path, device="auto", rank=1, world_size=2)).on.device.type == "cpu"
+    assert prepare(configure(tmp_path, device="cpu")).on.device.type == "cpu"
+    assert not caplog.messages
+
+
+def test_other_engines_run_on_the_cpu(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"deployment_framework": "hf_transformers"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(DeviceError, match="hf_transformers supports only the CPU; use --device cpu or auto"):
+        prepare(configure(model_path, device="cuda", **options))
+    assert prepare(configure(model_path, device="auto", **options)).on.device.type == "cpu"
+    assert "hf_transformers supports only the CPU" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,23 @@ from tests.support.shard.tuning_cells import Asked, Write
 from tgis.prompts.lora_files import read_adapter_files
 
 ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
-# Layers that peft cannot change: routers whose outputs are not tensors, and the layers of other parts of a
-# multimodal model.
+# Layers that peft cannot change: routers whose outputs are not tensors, the layers of other parts of a
+# multimodal model, and the last matrices of Mamba layers, which its kernels read.
 EXCLUDED: dict[str, Any] = {
     "llama4": ["router"],
     "llama4_text": ["router"],
     "gemma4": r".*vision_tower.*",
     "qwen3_5": r".*visual.*",
     "qwen3_5_moe": r".*visual.*",
+    **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2"), ["out_proj"]),
 }
 # Parameters that "all-linear" omits although they are linear layers.
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "router.weight"]
-FUSED = ("granitemoe", "granitemoe_swa", "gpt_oss")
+EXPERTS_WITHOUT_GATES = ["experts.up_proj", "experts.down_proj", "gate.weight"]
+FUSED = {
+    **dict.fromkeys(("granitemoe", "granitemoe_swa", "gpt_oss"), EXPERTS),
+    "nemotron_h": EXPERTS_WITHOUT_GATES,
+}
 
 
 class AdapterCase:
@@ -63,7 +68,8 @@ def choose_whole(model: Any) -> dict[str, Any]:
     names = [name for name in list_targets(model) if name not in excluded]
     if model.config.is_encoder_decoder:
         names = [name for name in names if name not in ("shared", "embed_tokens")]
-    if model.config.model_type in FUSED:
-        return {"r": 3, "target_modules": names, "target_parameters": EXPERTS, "lora_alpha": 5}
+    experts = FUSED.get(model.config.model_type)
+    if experts and any("expert" in name for name, _ in model.named_parameters()):
+        return {"r": 3, "target_modules": names, "target_parameters": experts, "lora_alpha": 5}
     patterns = {"rank_pattern": {names[0]: 6, rf".*\.1\..*{names[-1]}": 2}, "alpha_pattern": {names[-1]: 20}}
     return {"r": 3, "target_modules": names, "use_rslora": True, **patterns}

@@ -48,6 +48,9 @@ def load_model(directory: Path, config: transformers.PretrainedConfig) -> Any:
     settings = model.generation_config
     # Some models force tokens, which a server must not do.
     settings.eos_token_id = settings.forced_bos_token_id = settings.forced_eos_token_id = None
+    if set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}:
+        # transformers asks an attention layer for the length of its cache, and peft expects one.
+        settings.use_cache = model.config.use_cache = False
     return model
 
 

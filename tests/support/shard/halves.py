@@ -19,7 +19,8 @@ from tgis.shard.checkpoint.tensors import ALL, FileTensor, Stored, WeightsError
 
 NAME = "halves"
 GROUP = 4
-# Number of columns per head: no rank could cut its own columns out of groups of heads.
+# Number of columns per head: no rank could cut its own columns out of groups of heads. Convolutions are no
+# matrices.
 NOT_QUANTIZED = re.compile(r".*(relative_attention_bias|conv1d)\.weight")
 TRANSPOSED = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")  # of GPT-2
 

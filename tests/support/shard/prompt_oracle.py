@@ -25,6 +25,8 @@ class PromptOracle:
         self.model = load_model(checkpoint, config)
         if getattr(config.get_text_config(), "hidden_size_per_layer_input", 0):
             embed_virtual_as_padding(self.model)
+        if config.model_type == "falcon_h1":
+            scale_table(self.model)
         self.start_token_id = self.model.generation_config.decoder_start_token_id
 
     def draw(self, num_tokens: int, seed: int) -> Tensor:
@@ -92,6 +94,17 @@ class PromptOracle:
 
     def _find(self, num_tokens: int, seed: int) -> Path:
         return self._directory / f"{num_tokens}-{seed}"
+
+
+def scale_table(model: Any) -> None:
+    """Multiply the table by the factor of embeddings, which transformers does not apply to the embeddings that
+    peft passes."""
+    text, table = model.get_decoder(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # it may be the table
+    with torch.no_grad():
+        table.weight *= text.embedding_multiplier
+    text.embedding_multiplier = 1.0
 
 
 def embed_virtual_as_padding(model: Any) -> None:

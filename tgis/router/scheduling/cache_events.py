@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from tgis.router.scheduling.block_pool import BlockPool, Edge
 from tgis.router.scheduling.prefix_cache import tenant_of_root
+from tgis.router.scheduling.snapshot_blocks import SnapshotBlocks
 
 
 class StoredBlock(NamedTuple):
@@ -35,7 +36,8 @@ CacheListener = Callable[[CacheChanges], None]
 
 class CacheRecorder:
     """Records the changes of a pool while there are listeners, and reports them once in each turn of the
-    event loop. Blocks of prompts with a salt or an adapter are not reported."""
+    event loop. Blocks of prompts with a salt or an adapter are not reported. If the model keeps a state,
+    neither are blocks after the last snapshot."""
 
     def __init__(self, pool: Callable[[], BlockPool]) -> None:
         """`pool` returns the current pool, which passes its listener on when it is renewed."""
@@ -44,7 +46,7 @@ class CacheRecorder:
         self._blocks: dict[int, StoredBlock] = {}
         self._is_cleared = self._is_due = False
         self._stored: list[StoredBlock] = []
-        self._removed: list[int] = []
+        self._removed: dict[int, None] = {}
 
     def add(self, listener: CacheListener) -> None:
         """Report all blocks to a listener now, and changes from now on."""
@@ -57,7 +59,7 @@ class CacheRecorder:
     def discard(self, listener: CacheListener) -> None:
         self._listeners.discard(listener)
         if not self._listeners:
-            self._pool().listener = None
+            self._detach()
             self._blocks.clear()
 
     def store(self, name: int, edge: Edge) -> None:
@@ -69,12 +71,14 @@ class CacheRecorder:
             return
         block = StoredBlock(name, None if parent is None else parent.name, token_ids, tenant)
         self._blocks[name] = block
-        self._stored.append(block)
+        # A block before a new snapshot may have been removed with an old one since the last report.
+        if self._removed.pop(name, self) is self:
+            self._stored.append(block)
         self._flush_soon()
 
     def remove(self, name: int) -> None:
         if self._blocks.pop(name, None) is not None:
-            self._removed.append(name)
+            self._removed[name] = None
             self._flush_soon()
 
     def clear(self) -> None:
@@ -86,10 +90,22 @@ class CacheRecorder:
 
     def _attach(self) -> None:
         pool = self._pool()
+        snapshots = None if pool.states is None else SnapshotBlocks(self)
+        listener = snapshots or self
         for name, edge in sorted(pool.published(), key=lambda each: each[0]):
-            self.store(name, edge)
+            listener.store(name, edge)
+        if pool.states is not None and snapshots is not None:
+            for prefix in pool.states.published():
+                snapshots.store_snapshot(prefix)
+            pool.states.listener = snapshots
         self._stored.clear()
-        pool.listener = self
+        pool.listener = listener
+
+    def _detach(self) -> None:
+        pool = self._pool()
+        pool.listener = None
+        if pool.states is not None:
+            pool.states.listener = None
 
     def _flush_soon(self) -> None:
         if not self._is_due and self._listeners:

@@ -2,12 +2,22 @@
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import Protocol
 
 from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.sequence import Sequence
 
 MIN_INTERVAL_BLOCKS = 16
 FULL_LENGTHS = 4  # number of sequences of maximum length whose snapshots fit into the slots
+
+
+class SnapshotListener(Protocol):
+    """Listener to the changes of the snapshots."""
+
+    def store_snapshot(self, prefix: Hashable) -> None:
+        """Record that there is a snapshot of the state after a prefix."""
+
+    def remove_snapshot(self, prefix: Hashable) -> None: ...
 
 
 class StatePool:
@@ -25,6 +35,7 @@ class StatePool:
         self._interval = interval
         self._free = list(range(num_slots))[::-1]
         self._snapshots: OrderedDict[Hashable, int] = OrderedDict()  # by prefix, the oldest first
+        self.listener: SnapshotListener | None = None
 
     def __contains__(self, prefix: Hashable) -> bool:
         return prefix in self._snapshots
@@ -48,7 +59,7 @@ class StatePool:
         if self._free:
             slot = self._free.pop()
         elif self._snapshots:
-            _, slot = self._snapshots.popitem(last=False)
+            slot = self._drop(next(iter(self._snapshots)))
         else:
             return None
         self.resource_count.created += 1
@@ -65,6 +76,12 @@ class StatePool:
         else:
             self.resource_count.released += 1
             self._snapshots[prefix] = slot
+            if self.listener is not None:
+                self.listener.store_snapshot(prefix)
+
+    def published(self) -> list[Hashable]:
+        """Return the prefixes with a snapshot."""
+        return list(self._snapshots)
 
     def find(self, prefix: Hashable) -> int:
         """Return the slot with the state after a prefix in the pool. The snapshot becomes the newest."""
@@ -73,18 +90,27 @@ class StatePool:
 
     def forget(self, prefix: Hashable) -> None:
         """Drop the snapshot of a prefix that no look-up can find any more, if there is one."""
-        slot = self._snapshots.pop(prefix, None)
-        if slot is not None:
-            self._free.append(slot)
+        if prefix in self._snapshots:
+            self._free.append(self._drop(prefix))
 
     def forget_all(self) -> None:
+        """Drop all snapshots. The listener to the blocks learns that all of them are gone."""
         self._free += self._snapshots.values()
         self._snapshots.clear()
 
     def renew(self, num_slots: int | None = None) -> "StatePool":
         """Return an empty pool for restarted shards. This pool must not be used afterwards."""
         self.resource_count.released += self.num_used
-        return StatePool(num_slots or self.num_slots, self._interval, self.resource_count)
+        states = StatePool(num_slots or self.num_slots, self._interval, self.resource_count)
+        states.listener = self.listener
+        return states
+
+    def _drop(self, prefix: Hashable) -> int:
+        """Drop a snapshot and return its slot."""
+        slot = self._snapshots.pop(prefix)
+        if self.listener is not None:
+            self.listener.remove_snapshot(prefix)
+        return slot
 
     def cut(self, sequence: Sequence, end: int, block_size: int) -> int:
         """Return where work on a sequence must end that is planned to end at `end`: there, or at the first

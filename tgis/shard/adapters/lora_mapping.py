@@ -27,12 +27,13 @@ Trace = Sequence[ModuleRows]
 # Module names since transformers 5, and the names that families use.
 _RENAMED = (
     ("model.language_model.", "model."),
+    ("model.", "backbone."),
     (".mlp.gate", ".block_sparse_moe.gate"),
     (".block_sparse_moe.router", ".block_sparse_moe.router.layer"),
     ("lm_head", "embed_out"),
 )
 # Since transformers 5, one parameter holds all experts. The table lists the modules whose rows it contains.
-_EXPERTS = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
+_EXPERTS = re.compile(r"(.+)\.(?:mlp|block_sparse_moe|mixer)\.experts\.((?:gate_)?up_proj|down_proj)")
 _EXPERT_MODULES = {
     "gate_up_proj": (
         ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
@@ -41,7 +42,9 @@ _EXPERT_MODULES = {
         ("block_sparse_moe.experts.gate_up_proj.{e}",),
         ("mlp.experts.gate_up_proj.{e}",),
     ),
+    "up_proj": (("mixer.experts.{e}.up_proj",),),
     "down_proj": (
+        ("mixer.experts.{e}.down_proj",),
         ("block_sparse_moe.experts.{e}.w2",),
         ("mlp.experts.{e}.down_proj",),
         ("block_sparse_moe.output_linear.{e}",),
@@ -254,9 +257,15 @@ def _divide(
         yield name, a, b
     elif match := _EXPERTS.fullmatch(module):
         for layout in _EXPERT_MODULES[match[2]]:
-            experts = list(_list_experts(match[1], layout, known))
+            experts = list(_list_experts(_rename_block(match[1], known), layout, known))
             if experts and len(a) % len(experts) == 0 and len(b) % len(layout) == 0:
                 yield from _split_experts(experts, a, b)
+
+
+def _rename_block(block: str, known: Collection[str]) -> str:
+    """Return the name that the family uses for a block."""
+    renamed = block.replace("model.", "backbone.")
+    return renamed if any(name.startswith(f"{renamed}.") for name in known) else block
 
 
 def _list_experts(block: str, layout: Sequence[str], known: Collection[str]) -> Iterator[list[str]]:

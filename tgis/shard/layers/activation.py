@@ -16,6 +16,7 @@ NAMES = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
     "quick_gelu": "quick_gelu",
 }
 

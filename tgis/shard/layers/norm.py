@@ -12,12 +12,13 @@ NormKind = Literal["rms", "rms_plus_one", "layer", "layer_no_bias"]
 
 
 class Norm:
-    """`NormLayer` with the checkpoint's weight at `path`, and a bias if `kind` is "layer"."""
+    """`NormLayer` with the checkpoint's weight at `path`, and a bias if `kind` is "layer". The result is
+    multiplied by `scale`."""
 
-    def __init__(self, parts: Parts, path: str, size: int, eps: float, kind: NormKind):
-        self.weight = _read_weight(parts, path, size, kind)
+    def __init__(self, parts: Parts, path: str, size: int, eps: float, kind: NormKind, scale: float = 1.0):
+        self.weight = _read_weight(parts, path, size, kind) * scale
         self.eps = eps
-        self.bias = parts.read_vector(f"{path}.bias", size) if kind == "layer" else None
+        self.bias = parts.read_vector(f"{path}.bias", size) * scale if kind == "layer" else None
         if (factors := parts.factors.get(path)) is not None:
             self.weight = self.weight / factors
             self.bias = None if self.bias is None else self.bias / factors

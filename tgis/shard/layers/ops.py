@@ -63,9 +63,9 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Activation:
-    """Activation silu, gelu, gelu_tanh, relu or quick_gelu of [num_tokens, size]. If it is gated, it applies
-    to the first half of [num_tokens, 2 * size] and is multiplied by the second half. `CLAMPED_SWIGLU` is
-    always gated."""
+    """Activation silu, gelu, gelu_tanh, relu, relu2 (the square of relu) or quick_gelu of [num_tokens, size].
+    If it is gated, it applies to the first half of [num_tokens, 2 * size] and is multiplied by the second
+    half. `CLAMPED_SWIGLU` is always gated."""
 
     name: str
     is_gated: bool
@@ -194,8 +194,8 @@ class Kernels(Rounder, Protocol):
         `layer`. rows: [num_tokens, any], the product of its first matrix."""
 
     def gate_norm(self, x: Tensor, rows: Tensor, mixer: Mamba2) -> Tensor:
-        """Return the RMS norm of x * silu(gate) in each group, [num_tokens, width]. Overwrites x. The gate
-        is the first part of `rows`."""
+        """Return x, [num_tokens, width], gated and with an RMS norm in each group, as `Mamba2.gating` says.
+        Overwrites x. The gate is the first part of `rows`."""
 
     def mix_delta(
         self, rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: StepStates

@@ -1,10 +1,17 @@
 """Weights of layers that keep a state, as kernels receive them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from tgis.shard.memory.state_cache import StateSizes
+
+# Place of the gate of Mamba 2's output.
+#   before_norm:  norm(y * silu(gate))
+#   after_norm:   norm(y) * silu(gate)
+#   no_norm:      y * silu(gate)
+Gating = Literal["before_norm", "after_norm", "no_norm"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +32,11 @@ class Mamba2:
     decay: Tensor  # [num_heads], negative
     time_bias: Tensor  # [num_heads]
     skip: Tensor  # [num_heads]
-    norm_weight: Tensor  # [width]
+    norm_weight: Tensor  # [width], unused if there is no norm
     eps: float
     min_step: float = 0.0
     max_step: float = float("inf")
+    gating: Gating = "before_norm"
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _populate_soon(memories: Sequence[Tensor]) -> None:
     def populate() -> None:
         """Populate without torch: a thread inside a torch call when the process ends would abort it."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        for offset in range(0, max(num_bytes for _, num_bytes in layers), POPULATED_BYTES):
+        for offset in range(0, max((num_bytes for _, num_bytes in layers), default=0), POPULATED_BYTES):
             for address, num_bytes in layers:
                 begin = (address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
                 end = address + min(offset + POPULATED_BYTES, num_bytes)

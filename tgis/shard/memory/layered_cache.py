@@ -46,6 +46,8 @@ def allocate_cache(
 ) -> AnyCache:
     """Return a rank's cache for a model. `scales` has one entry per layer of the model, or none."""
     heads = cached_heads(shape)
+    if not heads:  # of a model without attention: blocks without bytes, whose positions are still counted
+        return KVCache(0, num_blocks, block_size, 1, 0, dtype, device)
     groups = {each: [layer for layer in heads if heads[layer] == each] for each in heads.values()}
     caches = tuple(
         KVCache(

@@ -51,6 +51,21 @@ def number(config: Config, key: str, default: Any = None) -> float:
     return float(value)
 
 
+def numbers(config: Config, key: str, length: int) -> tuple[float, ...]:
+    """Return a list of positive numbers, or ones if it is missing or null. Raises ConfigurationError."""
+    values = config.get(key)
+    if values is None:
+        return (1.0,) * length
+    if not isinstance(values, list | tuple) or len(values) != length:
+        raise ConfigurationError(f"{key} {values!r} of the configuration is not a list of {length} numbers")
+    return tuple(number({key: value}, key) for value in values)
+
+
+def optional_integer(config: Config, key: str) -> int | None:
+    """Return a positive integer, or None if it is missing or null. Raises ConfigurationError."""
+    return None if config.get(key) is None else integer(config, key)
+
+
 def optional_number(config: Config, key: str) -> float | None:
     """Return a positive number, or None if it is missing or null. Raises ConfigurationError."""
     return None if config.get(key) is None else number(config, key)

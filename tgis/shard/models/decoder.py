@@ -5,6 +5,7 @@ sequences of the step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.models.parts.blocks import (
     MLP,
+    AttentionLayer,
     BranchInput,
     Finish,
     SelfAttention,
@@ -45,6 +47,13 @@ class StepContext:
     query_factors: Tensor | None = None  # float32 [num_tokens], for layers that scale queries
     states: StepStates | None = None  # of recurrent layers
     layer_inputs: Tensor | None = None  # float32 [num_tokens, num_layers, width], of `LayerInputs`
+
+
+class Mixer(Protocol):
+    """Branch of a layer that lets a token read those before it."""
+
+    def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:
+        """Return the output still to be added to x, the residual stream, or None if it was added."""
 
 
 class LayerMamba:
@@ -87,7 +96,7 @@ class LayerAttention:
         if spec.qk_norm == "bare_head" and rope is None:
             attended = replace(attended, qk_norm="none")
         kind = LatentAttention if spec.latent else SelfAttention
-        self._attention = kind(attended, parts, f"{path}.attention", number, scoring, finish)
+        self._attention: AttentionLayer = kind(attended, parts, f"{path}.attention", number, scoring, finish)
         self._scales_queries = spec.scales_queries(layer)
 
     def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:
@@ -96,20 +105,56 @@ class LayerAttention:
         return self._attention(x, source, angles, context.attention, context.plan, context.adapters, factors)
 
 
+class MambaBesideAttention:
+    """Attention and Mamba that read the same x, each through a norm that includes the factor of its input."""
+
+    def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int):
+        factors = spec.side_by_side
+        assert factors is not None, "only models with both in a layer have this part"
+        self._add = parts.kernels.add
+        self._norms = (
+            make_norm(spec, parts, f"{path}.norm_1", factors.attention_input),
+            make_norm(spec, parts, f"{path}.mamba_norm", factors.mamba_input),
+        )
+        # Neither output may be added to x before the other branch has read x.
+        finish = (_scale_by(parts, factors.attention_output), _scale_by(parts, factors.mamba_output))
+        self._attend = LayerAttention(spec, parts, path, layer, finish[0])
+        self._mix = LayerMamba(spec, parts, path, layer, finish[1])
+
+    def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor:
+        """Implement `Mixer`. The source has no norm."""
+        assert source.norm is None, "each branch has its own"
+        if source.delta is not None:
+            self._add(x, source.delta)
+        attended = self._attend(x, BranchInput(x, None, self._norms[0]), context)
+        mixed = self._mix(x, BranchInput(x, None, self._norms[1]), context)
+        assert attended is not None, "branches with a factor do not add their outputs"
+        assert mixed is not None, "branches with a factor do not add their outputs"
+        return self._add(mixed, attended)
+
+
 class Block:
     """Pre-norm block. Returns x after attention or a recurrent layer, and the feed-forward's output as the
-    delta that the next norm adds in the same pass; the delta is None if it was added already."""
+    delta that the next norm adds in the same pass; the delta is None if it was added already. A block may
+    have only one of the two branches."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
-        self._norm_1, finish_1 = _make_norms(spec, parts, path, 1)
-        self._norm_2, finish_2 = _make_norms(spec, parts, path, 2)
-        self._mix = _make_mixer(spec, parts, path, layer, finish_1)
-        self._feed_forward = _make_feed_forward(spec, parts, path, layer, finish_2)
+        self._mix: Mixer | None = None
+        self._feed_forward: FeedForward | None = None
+        if spec.mixes(layer):
+            self._norm_1, finish = _make_norms(spec, parts, path, 1)
+            self._mix = _make_mixer(spec, parts, path, layer, finish)
+        if spec.feeds_forward(layer):
+            self._norm_2, finish = _make_norms(spec, parts, path, 2)
+            self._feed_forward = _make_feed_forward(spec, parts, path, layer, finish)
 
     def __call__(self, x: Tensor, delta: Tensor | None, context: StepContext) -> tuple[Tensor, Tensor | None]:
-        mixed = self._mix(x, BranchInput(x, delta, self._norm_1), context)
-        return x, self._feed_forward(x, BranchInput(x, mixed, self._norm_2), context.adapters)
+        if self._mix is not None:
+            delta = self._mix(x, BranchInput(x, delta, self._norm_1), context)
+        if self._feed_forward is not None:
+            delta = self._feed_forward(x, BranchInput(x, delta, self._norm_2), context.adapters)
+        return x, delta
 
 
 class ParallelBlock:
@@ -262,16 +307,22 @@ def make_block(spec: DecoderSpec, parts: Parts, layer: int) -> AnyBlock:
 
 def _make_norms(spec: DecoderSpec, parts: Parts, path: str, number: int) -> tuple[Norm | None, Finish | None]:
     """Return the norm of a branch's input and the function that changes its output."""
-    kernels, scale = parts.kernels, spec.residual_scale
-    before = make_norm(spec, parts, f"{path}.norm_{number}") if spec.norm_place != "after" else None
+    has_norm = spec.norm_place != "after" and not (number == 1 and spec.side_by_side)
+    before = make_norm(spec, parts, f"{path}.norm_{number}") if has_norm else None
     if spec.norm_place != "before":
         return before, make_norm(spec, parts, f"{path}.post_norm_{number}")
-    return before, (lambda y: kernels.scale(y, scale)) if scale != 1 else None
+    scale = spec.residual_scale * (spec.feed_forward_scale if number == 2 else 1.0)
+    return before, _scale_by(parts, scale) if scale != 1 else None
 
 
-def _make_mixer(
-    spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None
-) -> LayerAttention | LayerMamba | LayerDeltaNet:
+def _scale_by(parts: Parts, factor: float) -> Finish:
+    kernels = parts.kernels
+    return (lambda y: kernels.scale(y, factor)) if factor != 1 else (lambda y: y)
+
+
+def _make_mixer(spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None) -> Mixer:
+    if spec.side_by_side is not None:
+        return MambaBesideAttention(spec, parts, path, layer)
     if spec.delta_net is not None and layer in spec.delta_net.layers:
         return LayerDeltaNet(spec, parts, path, layer, finish)
     is_recurrent = spec.mamba is not None and layer in spec.mamba.layers

@@ -19,6 +19,7 @@ from tgis.shard.models.families import (
     deepseek_v2,
     deepseek_v3,
     falcon,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3,
@@ -37,12 +38,14 @@ from tgis.shard.models.families import (
     granitemoeshared,
     llama,
     llama4,
+    mamba2,
     ministral3,
     mistral,
     mistral3,
     mistral4,
     mixtral,
     mpt,
+    nemotron_h,
     olmo2,
     olmo3,
     opt,
@@ -113,6 +116,9 @@ DECODERS: tuple[Family, ...] = (
     qwen3_next,
     qwen3_5,
     qwen3_5_moe,
+    nemotron_h,
+    falcon_h1,
+    mamba2,
     gpt_neox,
     gpt2,
     gpt_bigcode,
@@ -139,7 +145,7 @@ def make_spec(config: Mapping[str, Any]) -> Spec:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model type {model_type!r} is not supported; supported are: {known}")
     spec = FAMILIES[config["model_type"]].spec(config)
-    if spec.num_heads % spec.num_kv_heads:
+    if spec.num_kv_heads and spec.num_heads % spec.num_kv_heads:
         text = f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads"
         raise UnsupportedModelError(text)
     return spec

@@ -58,32 +58,53 @@ def _list_blocks(spec: LayerSpec, prefix: str) -> Iterator[_Matrix]:
 
 def _list_block(spec: LayerSpec, path: str, layer: int) -> Iterator[_Matrix]:
     size = spec.hidden_size
-    width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    mamba, experts = (spec.mamba, spec.experts) if isinstance(spec, DecoderSpec) else (None, None)
-    latent, delta = (spec.latent, spec.delta_net) if isinstance(spec, DecoderSpec) else (None, None)
+    if not isinstance(spec, DecoderSpec):
+        yield from _list_attention(spec, f"{path}.attention")
+        yield from _list_mlp(f"{path}.mlp", size, spec.intermediate_size, spec.gated)
+        return
+    mamba, delta, inputs = spec.mamba, spec.delta_net, spec.layer_inputs
+    if layer in spec.attention_layers:
+        yield from _list_attention(spec, f"{path}.attention")
     if mamba is not None and layer in mamba.layers:
         yield _Matrix(f"{path}.mamba.in", 2 * (mamba.width + mamba.group_width) + mamba.num_heads, size)
         yield _Matrix(f"{path}.mamba.out", size, mamba.width)
-    elif delta is not None and layer in delta.layers:
+    if delta is not None and layer in delta.layers:
         yield _Matrix(f"{path}.delta_net.in", 2 * (delta.width + delta.key_width), size)
         yield _Matrix(f"{path}.delta_net.out", size, delta.width)
-    elif latent is not None:
-        yield from _list_latent(f"{path}.attention", size, spec.num_heads, latent)
-    else:
-        num_projections = {"both": 2, "keys": 1, "none": 0}[spec.kv_projections]
-        height = width * (1 + spec.has_output_gate) + num_projections * kv_width
-        yield _Matrix(f"{path}.attention.qkv", height, size)
-        yield _Matrix(f"{path}.attention.out", size, width)
-    if experts is None or layer in experts.dense_layers or experts.beside_dense:
-        yield from _list_mlp(f"{path}.mlp", size, spec.intermediate_size, spec.gated)
-    if experts is not None and layer not in experts.dense_layers:
-        for i in range(experts.num_experts):
-            yield from _list_mlp(f"{path}.mlp.experts.{i}", size, experts.intermediate_size, spec.gated)
-        if experts.shared_size:
-            yield from _list_mlp(f"{path}.mlp.shared", size, experts.shared_size, spec.gated)
-    if isinstance(spec, DecoderSpec) and spec.layer_inputs:
-        yield _Matrix(f"{path}.input_gate", spec.layer_inputs.width, size)
-        yield _Matrix(f"{path}.input_project", size, spec.layer_inputs.width)
+    if spec.feeds_forward(layer):
+        yield from _list_feed_forward(spec, f"{path}.mlp", layer)
+    if inputs is not None:
+        yield _Matrix(f"{path}.input_gate", inputs.width, size)
+        yield _Matrix(f"{path}.input_project", size, inputs.width)
+
+
+def _list_attention(spec: LayerSpec, path: str) -> Iterator[_Matrix]:
+    size = spec.hidden_size
+    if isinstance(spec, DecoderSpec) and spec.latent is not None:
+        yield from _list_latent(path, size, spec.num_heads, spec.latent)
+        return
+    width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    num_projections = {"both": 2, "keys": 1, "none": 0}[spec.kv_projections]
+    height = width * (1 + spec.has_output_gate) + num_projections * kv_width
+    yield _Matrix(f"{path}.qkv", height, size)
+    yield _Matrix(f"{path}.out", size, width)
+
+
+def _list_feed_forward(spec: DecoderSpec, path: str, layer: int) -> Iterator[_Matrix]:
+    size, experts = spec.hidden_size, spec.experts
+    is_sparse = experts is not None and layer not in experts.dense_layers
+    if experts is None or not is_sparse or experts.beside_dense:
+        yield from _list_mlp(path, size, spec.intermediate_size, spec.gated)
+    if experts is None or not is_sparse:
+        return
+    own = experts.latent_size or size
+    for i in range(experts.num_experts):
+        yield from _list_mlp(f"{path}.experts.{i}", own, experts.intermediate_size, spec.gated)
+    if experts.shared_size:
+        yield from _list_mlp(f"{path}.shared", size, experts.shared_size, spec.gated)
+    if experts.latent_size:
+        yield _Matrix(f"{path}.narrow", own, size)
+        yield _Matrix(f"{path}.widen", size, own)
 
 
 def _list_latent(path: str, size: int, num_heads: int, latent: Latent) -> Iterator[_Matrix]:

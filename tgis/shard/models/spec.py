@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from tgis.shard.layers.norm import NormKind
 from tgis.shard.layers.rotary import Rope
+from tgis.shard.layers.states import Gating
 from tgis.shard.memory.kv_cache import LayerHeads
 
 # Residual additions of a block's two branches, attention and feed-forward.
@@ -22,6 +23,8 @@ NormPlace = Literal["before", "after", "both", "sum"]
 # Projections besides that of queries. keys: the values are the keys before norms and rotary embedding. none:
 # the layer reads the keys and values of an earlier one.
 KVProjections = Literal["both", "keys", "none"]
+# Branches of a layer. The mixer is attention or a recurrent layer.
+Branches = Literal["both", "mixer", "feed_forward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class LayerSpec:
     norm_place: NormPlace = "before"
     activation: str = "silu"
     gated: bool = True
+    gate_scale: float = 1.0  # factor of the gate before its activation
 
     num_positions: int = 0  # rows of the table of learned positions; 0: no table
     position_offset: int = 0  # row of the first position
@@ -84,6 +88,7 @@ class Experts:
     router_bias: bool = False
     dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP instead
 
+    latent_size: int | None = None  # width of the experts' inputs and outputs, if projections convert them
     shared_size: int = 0  # width of the expert that all tokens use besides the chosen ones; 0: none
     has_shared_gate: bool = False  # a learned gate between 0 and 1 multiplies the shared expert's output
 
@@ -146,7 +151,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class MambaSpec:
-    """Layers with Mamba 2 instead of attention."""
+    """Layers with Mamba 2 instead of attention, or beside it."""
 
     layers: frozenset[int]
     num_heads: int
@@ -154,10 +159,14 @@ class MambaSpec:
     num_groups: int  # groups of heads that share two projections and a norm
     state_size: int
     kernel_size: int  # number of tokens that the convolution sees
-    proj_bias: bool = False
+    proj_bias: bool = False  # of the first matrix
+    out_bias: bool = False
     conv_bias: bool = True
     min_step: float = 0.0
     max_step: float = inf
+    gating: Gating = "before_norm"
+    # Factors of the parts of the first matrix's product: gate, x, B, C and time step.
+    part_scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
     def width(self) -> int:
@@ -189,6 +198,17 @@ class DeltaNetSpec:
 
 
 @dataclass(frozen=True)
+class SideBySide:
+    """Attention and Mamba in every layer. Both read the same input, and their outputs are added. Constant
+    factors multiply inputs and outputs."""
+
+    attention_input: float = 1.0
+    attention_output: float = 1.0
+    mamba_input: float = 1.0
+    mamba_output: float = 1.0
+
+
+@dataclass(frozen=True)
 class QueryScaling:
     """Factor of queries that grows with the position: 1 + beta * log(1 + floor((position + shift) / length)).
     It keeps the softmax sharp over long sequences (Nakanishi, "Scalable-Softmax Is Superior for Attention",
@@ -207,9 +227,12 @@ class DecoderSpec(LayerSpec):
     vocab_size: int
     residual: Residual = "sequential"
     residual_scale: float = 1.0  # factor of a branch's output
+    feed_forward_scale: float = 1.0  # further factor of the feed-forward's output
+    branches: tuple[Branches, ...] = ()  # per layer; empty: both in all layers
     experts: Experts | None = None
     mamba: MambaSpec | None = None
     delta_net: DeltaNetSpec | None = None
+    side_by_side: SideBySide | None = None  # if set, the layers with Mamba have attention as well
 
     rope: Rope | None = None
     local_rope: Rope | None = None  # rotary embedding of layers with a window, if it differs
@@ -256,9 +279,9 @@ class DecoderSpec(LayerSpec):
 
     @property
     def attention_layers(self) -> list[int]:
-        kept = self.mamba or self.delta_net
-        recurrent = kept.layers if kept else ()
-        return [layer for layer in range(self.num_layers) if layer not in recurrent]
+        kept = self.delta_net or self.mamba
+        recurrent = kept.layers if kept and not self.side_by_side else ()
+        return [layer for layer in range(self.num_layers) if layer not in recurrent and self.mixes(layer)]
 
     @property
     def num_cache_layers(self) -> int:
@@ -267,6 +290,13 @@ class DecoderSpec(LayerSpec):
     @property
     def rope_switch_len(self) -> int:
         return self.rope.switch_len if self.rope else 0
+
+    def mixes(self, layer: int) -> bool:
+        """Return True if a layer has attention or a recurrent layer."""
+        return not self.branches or self.branches[layer] != "feed_forward"
+
+    def feeds_forward(self, layer: int) -> bool:
+        return not self.branches or self.branches[layer] != "mixer"
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

@@ -75,7 +75,7 @@ def _read_scales(name: str, directory: Path, choice: Choice) -> list[CacheScale]
     # The cache of an encoder-decoder has layers of self-attention and of cross attention.
     scales: list[CacheScale | None] = [None] * len(layers)
     if not spec.is_encoder_decoder:
-        stored = read_cache_scales(directory, max(layers) + 1)
+        stored = read_cache_scales(directory, max(layers, default=-1) + 1)
         scales = [stored[layer] for layer in layers]
     missing = scales.count(None)
     if not missing:

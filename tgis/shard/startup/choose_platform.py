@@ -13,10 +13,11 @@ from tgis.shard.startup.platform import DeviceError, Platform
 logger = logging.getLogger(__name__)
 
 
-def find_device(option: str, rank: int, size: int) -> torch.device:
+def find_device(option: str, rank: int, size: int, obstacle: str | None = None) -> torch.device:
     """Return the device of rank `rank` of the `size` ranks on this machine.
 
-    `option` is cpu, cuda or auto; auto selects GPUs if torch can use them. Raises DeviceError."""
+    `option` is cpu, cuda or auto; auto selects GPUs if torch can use them and there is no `obstacle`, which
+    is the reason why GPUs cannot run the model. Raises DeviceError."""
     if option == "cpu":
         return CPU
     if not torch.cuda.is_available():
@@ -24,6 +25,12 @@ def find_device(option: str, rank: int, size: int) -> torch.device:
             raise DeviceError(f"torch cannot use a GPU{_explain()}; --device cpu needs none")
         if has_gpus(None):
             logger.warning("torch cannot use the GPUs of this machine: using the CPU")
+        return CPU
+    if obstacle is not None:
+        if option == "cuda":
+            raise DeviceError(f"GPUs cannot run this model: {obstacle}; use --device cpu or auto")
+        if rank == 0:
+            logger.warning("the model runs on the CPU, because GPUs cannot run it: %s", obstacle)
         return CPU
     count = torch.cuda.device_count()
     if size > count:

@@ -107,7 +107,9 @@ def _open(device: torch.device, memory_fraction: float | None) -> CudaMemory:
 def make_runner(
     implementations: Implementations, stream: DeviceStream, on: Platform, parts: RunnerParts
 ) -> ModelRunner:
+    # `engine_choice.find_gpu_obstacle` names these models.
     assert isinstance(parts.cache, KVCache), "models whose layers differ run on the CPU"
+    assert parts.states is None, "models that keep a state run on the CPU"
     return make_device_runner(
         model=parts.model,
         cache=parts.cache,

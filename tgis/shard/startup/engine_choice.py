@@ -56,6 +56,11 @@ class Choice:
     def is_native(self) -> bool:
         return self.engine == NATIVE
 
+    @property
+    def gpu_obstacle(self) -> str | None:
+        """Reason why GPUs cannot run the model; None if they can."""
+        return find_gpu_obstacle(self.spec) if self.is_native else f"{self.engine} supports only the CPU"
+
 
 def choose(
     directory: Path,
@@ -180,6 +185,19 @@ def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str 
         return "its type is no causal language model in transformers"
     if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):
         return "its rotary embedding lets sequences of one step affect each other"
+    return None
+
+
+def find_gpu_obstacle(spec: ModelSpec) -> str | None:
+    """Return why GPUs cannot run a model of a native family yet, or None if they can."""
+    if not isinstance(spec, DecoderSpec):
+        return None
+    if spec.mamba or spec.delta_net:
+        return "it keeps a state other than keys and values"
+    if spec.layer_shapes:
+        return "its layers have different heads"
+    if spec.latent:
+        return "its latent attention has not been tried on GPUs"
     return None
 
 

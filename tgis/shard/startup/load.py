@@ -20,7 +20,7 @@ from tgis.shard import collectives
 from tgis.shard.adapters.loading import AdapterLimits, adapter_limits, open_adapters, read_names
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.checkpoint.tensors import DTYPES
-from tgis.shard.collectives import CPU, LOOPBACK, ProcessGroup, ProcessGroupError, RendezvousPoint
+from tgis.shard.collectives import LOOPBACK, ProcessGroup, ProcessGroupError, RendezvousPoint
 from tgis.shard.kernels.cpu.jit.cache import use_cache_home
 from tgis.shard.memory.host_limits import release_memory
 from tgis.shard.memory.kv_cache import bytes_per_block
@@ -28,7 +28,6 @@ from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.rope_option import read_rope_option
-from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
 from tgis.shard.quant.smoothing import NO_FACTORS
@@ -97,7 +96,7 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
         max_batch_size=config.max_batch_size,
         kv_cache_tokens=config.kv_cache_tokens,
         is_encoder_decoder=choice.spec.is_encoder_decoder,
-        state_bytes=_count_state_bytes(config, choice, on),
+        state_bytes=_count_state_bytes(config, choice),
     )
     limits = adapter_limits(config, choice.is_native, length)
     weight_type = quantize_check.name_weight_type(config, settings, on, dtype_name)
@@ -330,29 +329,15 @@ class _Loaded:
         return on.make_runner(on, parts)
 
 
-def _count_state_bytes(config: ShardConfig, choice: Choice, on: Platform) -> int:
-    """Return the bytes of a sequence's state on one rank; 0 if the model keeps none. Raises
-    UnsupportedModelError."""
+def _count_state_bytes(config: ShardConfig, choice: Choice) -> int:
+    """Return the bytes of a sequence's state on one rank; 0 if the model keeps none."""
     shape = find_state_shape(choice.spec, config.world_size)
-    if shape is None:
-        return 0
-    if on.device.type != "cpu":
-        raise UnsupportedModelError("models that keep a state run only on CPUs: set --device cpu")
-    return shape.num_bytes
+    return 0 if shape is None else shape.num_bytes
 
 
 def _find_device(config: ShardConfig, choice: Choice) -> torch.device:
     local_rank = config.rank if config.local_rank is None else config.local_rank
-    device = choose_platform.find_device(config.device, local_rank, _num_local(config))
-    if device.type != "cpu" and not choice.is_native:
-        logger.warning("%s supports only the CPU, so the GPUs are not used", choice.engine)
-        device = CPU
-    if device.type != "cpu" and isinstance(choice.spec, DecoderSpec) and choice.spec.layer_shapes:
-        logger.warning(
-            "the GPUs are not used: their kernels support only models whose layers have equal heads"
-        )
-        device = CPU
-    return device
+    return choose_platform.find_device(config.device, local_rank, _num_local(config), choice.gpu_obstacle)
 
 
 def _choose_arithmetic(config: ShardConfig, choice: Choice, device: torch.device, dtype_name: str) -> str:

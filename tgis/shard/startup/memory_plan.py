@@ -153,7 +153,8 @@ def allocate(
 
 def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:
     share -= count_states(demand, block_bytes, share) * demand.state_bytes
-    return min(demand.wanted_blocks, share // block_bytes)
+    # Blocks of models without attention take no memory.
+    return min(demand.wanted_blocks, share // block_bytes) if block_bytes else demand.wanted_blocks
 
 
 def count_states(demand: Demand, block_bytes: int, share: int) -> int:

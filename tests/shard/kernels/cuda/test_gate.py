@@ -21,6 +21,7 @@ DEFINITIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
     "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
     "relu": lambda x: x.clamp(min=0),
+    "relu2": lambda x: x.clamp(min=0).square(),
     "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
 }
 

@@ -7,13 +7,15 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from tests.support.shard.checkpoints import CASES as LLAMAS
 from tests.support.shard.checkpoints import SMALL
-from tests.support.shard.family_cases import encoder_decoders, gpts, llamas
+from tests.support.shard.family_cases import encoder_decoders, gpts, hybrids, llamas
 from tgis.shard.models.registry import FAMILIES, make_spec
 from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.startup.engine_choice import find_gpu_obstacle
 
 CASES: dict[str, Callable[[], PretrainedConfig]] = {
     **{f"llama_{name}": partial(LlamaConfig, **SMALL | changes) for name, changes in LLAMAS.items()},
     **llamas.CASES,
+    **hybrids.CASES,
     **gpts.CASES,
     **encoder_decoders.CASES,
 }
@@ -32,5 +34,4 @@ def has_experts(case: str) -> bool:
 
 @cache
 def runs_on_gpus(case: str) -> bool:
-    spec = make_spec(CASES[case]().to_dict())
-    return not isinstance(spec, DecoderSpec) or not (spec.mamba or spec.delta_net or spec.layer_shapes)
+    return find_gpu_obstacle(make_spec(CASES[case]().to_dict())) is None

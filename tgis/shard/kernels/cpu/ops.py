@@ -139,7 +139,8 @@ class CpuKernels(CpuRounder, Unfused):
         return mamba.mix_states(rows, mixer, layer, states)
 
     def gate_norm(self, x: Tensor, rows: Tensor, mixer: Mamba2) -> Tensor:
-        sizes = (mixer.sizes.num_groups, rows.shape[1], as_bits(mixer.eps))
+        gating = mamba_kernels.GATINGS[mixer.gating]
+        sizes = (mixer.sizes.num_groups, rows.shape[1], as_bits(mixer.eps), gating)
         addresses = (rows.data_ptr(), mixer.norm_weight.data_ptr(), x.data_ptr())
         _run(mamba_kernels.gate_norm, x.shape, *sizes, *addresses)
         return x

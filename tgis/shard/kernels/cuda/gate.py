@@ -51,9 +51,11 @@ def _activate(x, NAME: tl.constexpr):
     elif NAME == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        tl.static_assert(NAME == "relu", "unknown activation")
+        tl.static_assert(NAME == "relu" or NAME == "relu2", "unknown activation")
         # Unlike tl.maximum, this keeps NaN.
         y = tl.where(x < 0.0, 0.0, x)
+        if NAME == "relu2":
+            y = y * y
     return y
 
 

@@ -29,9 +29,16 @@ def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> T
 
 def gate_norm(x: Tensor, rows: Tensor, mixer: Mamba2) -> Tensor:
     """Implement `Kernels.gate_norm`."""
-    x *= F.silu(rows[:, : mixer.sizes.width].float())
+    gate = F.silu(rows[:, : mixer.sizes.width].float())
+    if mixer.gating == "after_norm":
+        return x.copy_(_norm(x, mixer) * gate)
+    x *= gate
+    return x if mixer.gating == "no_norm" else x.copy_(_norm(x, mixer))
+
+
+def _norm(x: Tensor, mixer: Mamba2) -> Tensor:
     groups = x.view(len(x), mixer.sizes.num_groups, -1)
-    return x.copy_(F.rms_norm(groups, groups.shape[2:], eps=mixer.eps).flatten(1) * mixer.norm_weight)
+    return F.rms_norm(groups, groups.shape[2:], eps=mixer.eps).flatten(1) * mixer.norm_weight
 
 
 def _scan(channels: Tensor, times: Tensor, mixer: Mamba2, sums: Tensor) -> Tensor:

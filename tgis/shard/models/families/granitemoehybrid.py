@@ -1,5 +1,5 @@
 """Granite 4: Granite 3 with Mamba 2 instead of attention in most layers, and a shared MLP. Some models have
-experts in addition, or attention in all layers."""
+experts in addition, or attention in all layers or none."""
 
 import math
 from dataclasses import replace
@@ -28,12 +28,19 @@ def spec(config: Config) -> DecoderSpec:
 
 
 def sources(spec: DecoderSpec) -> dict[str, Source]:
-    mixer, shared = "model.layers.{i}.mamba", "model.layers.{i}.shared_mlp."
+    shared = "model.layers.{i}.shared_mlp."
     path = "blocks.{i}.mlp.shared" if spec.experts else "blocks.{i}.mlp"
     return {
         **granitemoe.sources(spec),
         f"{path}.up": shared + "input_linear",
         f"{path}.down": shared + "output_linear",
+        **mamba_sources("model.layers.{i}.mamba"),
+    }
+
+
+def mamba_sources(mixer: str) -> dict[str, Source]:
+    """Return the sources of Mamba layers. `mixer` is the name of the module that has all their tensors."""
+    return {
         "blocks.{i}.mamba": mixer,
         "blocks.{i}.mamba.in": mixer + ".in_proj",
         "blocks.{i}.mamba.conv": mixer + ".conv1d",
@@ -48,14 +55,20 @@ def _mamba(config: Config, plain: DecoderSpec) -> MambaSpec | None:
     if not layers:
         return None
     refuse_others(config, hidden_act="silu")
+    return read_mamba(config, layers, integer(config, "mamba_expand", 2) * plain.hidden_size)
+
+
+def read_mamba(config: Config, layers: frozenset[int], width: int) -> MambaSpec:
+    """Return recurrent layers of a width, as this family's configuration names them. Raises
+    UnsupportedModelError."""
     num_heads, num_groups = integer(config, "mamba_n_heads", 128), integer(config, "mamba_n_groups", 1)
-    width = integer(config, "mamba_expand", 2) * plain.hidden_size
     if width % num_heads or num_heads % num_groups:
         raise UnsupportedModelError(
             f"{num_heads} Mamba heads in {num_groups} groups do not divide {width} channels"
         )
     refuse_others(config, mamba_d_head=("auto", width // num_heads))
     shortest, longest = _read_limits(config)
+    has_bias = bool(config.get("mamba_proj_bias"))
     return MambaSpec(
         layers=layers,
         num_heads=num_heads,
@@ -63,7 +76,8 @@ def _mamba(config: Config, plain: DecoderSpec) -> MambaSpec | None:
         num_groups=num_groups,
         state_size=integer(config, "mamba_d_state", 256),
         kernel_size=integer(config, "mamba_d_conv", 4),
-        proj_bias=bool(config.get("mamba_proj_bias")),
+        proj_bias=has_bias,
+        out_bias=has_bias,
         conv_bias=config.get("mamba_conv_bias") is not False,
         min_step=shortest,
         max_step=longest,
@@ -75,10 +89,7 @@ def _list_mamba_layers(config: Config, num_layers: int) -> frozenset[int]:
     is_list = isinstance(types, list | tuple) and len(types) == num_layers
     if not is_list or any(each not in MAMBA + ATTENTION for each in types):
         raise UnsupportedModelError(f"layer_types {types!r} of the configuration are not supported")
-    layers = frozenset(i for i, each in enumerate(types) if each in MAMBA)
-    if len(layers) == num_layers:
-        raise UnsupportedModelError("a model of only Mamba layers, without attention, is not supported")
-    return layers
+    return frozenset(i for i, each in enumerate(types) if each in MAMBA)
 
 
 def _read_limits(config: Config) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from tgis.shard.layers.ops import Activation, Parts
 from tgis.shard.models.spec import LayerSpec
 
 
-def make_norm(spec: LayerSpec, parts: Parts, path: str) -> Norm:
-    return Norm(parts, path, spec.hidden_size, spec.norm_eps, spec.norm)
+def make_norm(spec: LayerSpec, parts: Parts, path: str, scale: float = 1.0) -> Norm:
+    return Norm(parts, path, spec.hidden_size, spec.norm_eps, spec.norm, scale)
 
 
 def make_positions(spec: LayerSpec, parts: Parts, path: str) -> PositionEmbedding | None:
@@ -54,6 +54,23 @@ class BranchOutput:
         if self._finish is None:
             return self._product_add(x, y, self._linear, adapters)
         return self._finish(self._linear(y, adapters))
+
+
+class AttentionLayer(Protocol):
+    """Attention of one layer with its projections, from the residual stream to the branch's output."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        source: BranchInput,
+        angles: Tensor | None,
+        attention: Attention,
+        plan: AttentionPlan,
+        adapters: TokenAdapters | None,
+        query_factors: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the output still to be added to x, the residual stream, or None if it was added. The
+        factors, [num_tokens], multiply the queries of layers without norms of heads."""
 
 
 class SelfAttention:
@@ -115,8 +132,7 @@ class SelfAttention:
         adapters: TokenAdapters | None,
         query_factors: Tensor | None = None,
     ) -> Tensor | None:
-        """Return the output still to be added to x, the residual stream, or None if it was added. The
-        factors, [num_tokens], multiply the queries of layers without norms of heads."""
+        """Implement `AttentionLayer`."""
         # [num_tokens, own gate if there is one, q, k and v]
         rows = self._norm_product(*source, self._qkv, None, adapters)
         qkv = rows if self._multiply_sigmoid is None else rows[:, self._q_size :]
@@ -148,7 +164,8 @@ class MLP:
         self._up = ColumnParallel(parts, f"{path}.up", size, widths, spec.mlp_bias)
         self._down = RowParallel(parts, f"{path}.down", spec.intermediate_size, size, spec.mlp_bias)
         self._activation = Activation(find_kernel(spec.activation), spec.gated)
-        self._norm_product = parts.kernels.norm_product
+        self._gate_scale = spec.gate_scale
+        self._kernels = parts.kernels
         self._output = BranchOutput(parts, self._down, finish)
 
     def __call__(self, x: Tensor, source: BranchInput, adapters: TokenAdapters | None) -> Tensor | None:
@@ -160,4 +177,8 @@ class MLP:
         return self._down.summand(self._activate(BranchInput(x), adapters), adapters)
 
     def _activate(self, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:
-        return self._norm_product(*source, self._up, self._activation, adapters)
+        if self._gate_scale == 1:
+            return self._kernels.norm_product(*source, self._up, self._activation, adapters)
+        gate_up = self._kernels.norm_product(*source, self._up, None, adapters)
+        self._kernels.scale(gate_up[:, : gate_up.shape[1] // 2], self._gate_scale)
+        return self._kernels.multiply_gated(gate_up, self._activation.name)

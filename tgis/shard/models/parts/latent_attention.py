@@ -67,7 +67,7 @@ class LatentAttention:
         adapters: TokenAdapters | None,
         query_factors: Tensor | None = None,
     ) -> Tensor | None:
-        """Return the output still to be added to x, as `SelfAttention` does."""
+        """Implement `AttentionLayer`."""
         rope_dim = self._latent.rope_dim
         latents = self._norm_product(*source, self._latents, None, adapters)
         q, kv = latents.tensor_split([latents.shape[1] - self._latent.page_dim], 1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tgis.shard.layers.linear import Replicated
+from tgis.shard.layers.linear import ColumnParallel, Replicated
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts, normalise
 from tgis.shard.models.parts.blocks import MLP, BranchInput, Finish, make_norm
@@ -28,19 +28,35 @@ class SparseMLP:
         self._score_norm = read_router_norm(spec, parts, path) if experts.has_router_norm else None
         self._route = ExpertRouter(experts, parts, f"{path}.choice")
         self._shared = SharedExpert(spec, parts, path) if experts.shared_size else None
-        sizes = replace(spec, intermediate_size=experts.intermediate_size, mlp_bias=experts.bias)
+        self._latents = ExpertLatents(spec, parts, path) if experts.latent_size else None
+        sizes = replace(
+            spec,
+            hidden_size=experts.latent_size or spec.hidden_size,
+            intermediate_size=experts.intermediate_size,
+            mlp_bias=experts.bias,
+        )
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
 
     def __call__(self, x: Tensor, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:
         """Return the output still to be added to x, the residual stream."""
         normed = normalise(self._kernels, *source)
         scores = self._score(normed if self._score_norm is None else self._score_norm(x), adapters)
-        out = self._mix(normed, scores, adapters)
+        out = self._compute(normed, scores, adapters)
         return out if self._finish is None else self._finish(out)
 
+    def _compute(self, x: Tensor, scores: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        """Return the sum of the chosen experts and the shared one, over all ranks."""
+        shared = None if self._shared is None else self._shared(x, adapters)
+        if self._latents is None:
+            out = self._mix(x, scores, adapters)
+            return self._group.all_reduce(out if shared is None else out.add_(shared))
+        latents = self._latents.narrow(x, adapters)
+        out = self._latents.widen(self._group.all_reduce(self._mix(latents, scores, adapters)), adapters)
+        return out if shared is None else out.add_(self._group.all_reduce(shared))
+
     def _mix(self, x: Tensor, scores: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """Add each token's experts in the order of their numbers, so that its bits do not depend on other
-        tokens."""
+        """Return this rank's summand of the chosen experts. Each token's experts are added in the order of
+        their numbers, so that its bits do not depend on other tokens."""
         weights, chosen = self._route(scores)  # [num_tokens, num_active]
         order = chosen.flatten().argsort(stable=True)  # indices in flattened `chosen`, sorted by expert
         counts = chosen.flatten().bincount(minlength=self._spec.num_experts).tolist()
@@ -53,9 +69,20 @@ class SparseMLP:
                 taken = (x[tokens] * own).to(x.dtype) if self._spec.scales_input else x[tokens]
                 y = expert.partial(taken, expert_adapters)  # [len(places), hidden_size]
                 out.index_add_(0, tokens, y if self._spec.scales_input else y * own)
-        if self._shared is not None:
-            out += self._shared(x, adapters)
-        return self._group.all_reduce(out)
+        return out
+
+
+class ExpertLatents:
+    """Projections between the hidden states and the latents that the chosen experts read and write, whole on
+    every rank."""
+
+    def __init__(self, spec: DecoderSpec, parts: Parts, path: str):
+        experts = spec.experts
+        assert experts is not None, "only models with experts have this layer"
+        assert experts.latent_size is not None, "only models with latents have this layer"
+        width, size = spec.hidden_size, experts.latent_size
+        self.narrow = ColumnParallel(parts, f"{path}.narrow", width, [size], spec.mlp_bias, [1])
+        self.widen = ColumnParallel(parts, f"{path}.widen", size, [width], spec.mlp_bias, [1])
 
 
 class SharedExpert:

@@ -16,8 +16,10 @@ def list_readers(spec: DecoderSpec) -> dict[str, list[str]]:
     if spec.residual != "sequential" or spec.norm_place in ("before", "both"):
         for layer in range(spec.num_layers):
             path = f"blocks.{layer}"
+            readers |= _list_mixer(spec, path, layer)
+            if not spec.feeds_forward(layer):
+                continue
             feed_forward = _list_feed_forward(spec, f"{path}.mlp", layer)
-            readers[f"{path}.norm_1"] = [f"{path}.{name}" for name in _list_first_matrices(spec, layer)]
             second = "norm_1" if spec.residual == "parallel_shared_norm" else "norm_2"
             if spec.experts is not None and spec.experts.beside_dense:
                 readers[f"{path}.mlp.sparse_norm"] = list(feed_forward)
@@ -28,12 +30,14 @@ def list_readers(spec: DecoderSpec) -> dict[str, list[str]]:
     return readers
 
 
-def _list_first_matrices(spec: DecoderSpec, layer: int) -> list[str]:
+def _list_mixer(spec: DecoderSpec, path: str, layer: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield norms before attention and recurrent layers with the paths of the matrices that read them."""
+    if layer in spec.attention_layers:
+        yield f"{path}.norm_1", [f"{path}.attention.{'latents' if spec.latent else 'qkv'}"]
     if spec.mamba is not None and layer in spec.mamba.layers:
-        return ["mamba.in"]
+        yield f"{path}.{'mamba_norm' if spec.side_by_side else 'norm_1'}", [f"{path}.mamba.in"]
     if spec.delta_net is not None and layer in spec.delta_net.layers:
-        return ["delta_net.in", "delta_net.gates"]
-    return ["attention.latents" if spec.latent else "attention.qkv"]
+        yield f"{path}.norm_1", [f"{path}.delta_net.in", f"{path}.delta_net.gates"]
 
 
 def _list_feed_forward(spec: DecoderSpec, path: str, layer: int) -> Iterator[str]:
@@ -42,9 +46,12 @@ def _list_feed_forward(spec: DecoderSpec, path: str, layer: int) -> Iterator[str
         return
     if not spec.experts.has_router_norm:
         yield f"{path}.router"
-    yield from (f"{path}.experts.{i}.up" for i in range(spec.experts.num_experts))
+    if not spec.experts.latent_size:
+        yield from (f"{path}.experts.{i}.up" for i in range(spec.experts.num_experts))
     if spec.experts.shared_size:
         yield f"{path}.shared.up"
+    if spec.experts.latent_size:
+        yield f"{path}.narrow"
     if spec.experts.has_shared_gate:
         yield f"{path}.shared_gate"
 

@@ -25,9 +25,12 @@ from tgis.shard.kernels.cpu.jit.llvm import I64
 from tgis.shard.kernels.cpu.jit.scalar_math import exp
 from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
+from tgis.shard.layers.states import Gating
 from tgis.shard.memory.state_cache import BLOCK
 
 CHANNELS = 256  # channels of the convolution per unit of work
+BEFORE_NORM, AFTER_NORM, NO_NORM = range(3)
+GATINGS: dict[Gating, int] = {"before_norm": BEFORE_NORM, "after_norm": AFTER_NORM, "no_norm": NO_NORM}
 _F32, _I64 = np.float32(0), np.int64(0)
 _BYTES = 4
 
@@ -199,10 +202,14 @@ def _scan(args: Any) -> None:
 
 
 @ordered
-def _gate_norm_row(gate: Any, weight: Any, eps: Any, num_groups: int, x: Any) -> None:
-    size = x.shape[0] // num_groups
+def _gate_row(gate: Any, x: Any) -> None:
     for i in range(x.shape[0]):
         x[i] *= _silu(gate[i])
+
+
+@ordered
+def _norm_row(weight: Any, eps: Any, num_groups: int, x: Any) -> None:
+    size = x.shape[0] // num_groups
     for first in range(0, x.shape[0], size):
         part = x[first : first + size]
         scale = np.float32(1) / np.sqrt(sum_squares(part) / np.float32(size) + eps)
@@ -211,8 +218,8 @@ def _gate_norm_row(gate: Any, weight: Any, eps: Any, num_groups: int, x: Any) ->
 
 
 def _gate_norm(args: Any) -> None:
-    num_rows, width, rows_per_unit, num_groups, row_size, eps_bits = operands(args, 1, 6)
-    gate_address, weight_address, x_address = operands(args, 7, 3)
+    num_rows, width, rows_per_unit, num_groups, row_size, eps_bits, gating = operands(args, 1, 7)
+    gate_address, weight_address, x_address = operands(args, 8, 3)
     gates = carray(pointer(gate_address, _F32), (num_rows, row_size))
     weight = carray(pointer(weight_address, _F32), (width,))
     x = carray(pointer(x_address, _F32), (num_rows, width))
@@ -220,7 +227,12 @@ def _gate_norm(args: Any) -> None:
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
-            _gate_norm_row(gates[t, :width], weight, eps, num_groups, x[t])
+            if gating != AFTER_NORM:
+                _gate_row(gates[t, :width], x[t])
+            if gating != NO_NORM:
+                _norm_row(weight, eps, num_groups, x[t])
+            if gating == AFTER_NORM:
+                _gate_row(gates[t, :width], x[t])
         first = next_unit(args) * rows_per_unit
 
 

@@ -12,9 +12,16 @@ from tgis.shard.kernels.cpu.jit.scalar_math import exp, multiply_add
 from tgis.shard.layers.activation import CLAMPED_SWIGLU
 
 _F32 = np.float32(0)
-_SILU, _GELU, _GELU_TANH, _RELU, _QUICK_GELU, _CLAMPED_SWIGLU = range(6)
+_SILU, _GELU, _GELU_TANH, _RELU, _QUICK_GELU, _CLAMPED_SWIGLU, _RELU2 = range(7)
 _LIMIT = np.float32(7)  # of the clamped gate
-KINDS = {"silu": _SILU, "gelu": _GELU, "gelu_tanh": _GELU_TANH, "relu": _RELU, "quick_gelu": _QUICK_GELU}
+KINDS = {
+    "silu": _SILU,
+    "gelu": _GELU,
+    "gelu_tanh": _GELU_TANH,
+    "relu": _RELU,
+    "relu2": _RELU2,
+    "quick_gelu": _QUICK_GELU,
+}
 GATED_KINDS = {**KINDS, CLAMPED_SWIGLU: _CLAMPED_SWIGLU}
 
 
@@ -78,6 +85,9 @@ def _activate_row(kind: int, x: Any) -> None:
     elif kind == _RELU:
         for i in range(x.shape[0]):
             x[i] = _relu(x[i])
+    elif kind == _RELU2:
+        for i in range(x.shape[0]):
+            x[i] = _relu(x[i]) * _relu(x[i])
     else:
         for i in range(x.shape[0]):
             x[i] = _quick_gelu(x[i])
@@ -97,6 +107,9 @@ def _multiply_row(kind: int, gate: Any, up: Any, out: Any) -> None:
     elif kind == _RELU:
         for i in range(out.shape[0]):
             out[i] = _relu(gate[i]) * up[i]
+    elif kind == _RELU2:
+        for i in range(out.shape[0]):
+            out[i] = _relu(gate[i]) * _relu(gate[i]) * up[i]
     elif kind == _CLAMPED_SWIGLU:
         for i in range(out.shape[0]):
             out[i] = _clamped_swiglu(gate[i], up[i])
