@@ -13,11 +13,15 @@ PROJECT = read_project(
 requires = ["builder>=1"]
 [project]
 classifiers = ["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"]
-dependencies = ["torch>=2.11", "first_one>=1", "newer; python_version >= '3.12'"]
+dependencies = ["torch>=2.11", "first_one>=1", "tgis-next-client", "newer; python_version >= '3.12'"]
 [project.optional-dependencies]
 image = ["tgis-next[more]"]
 more = ["second[fast]"]
 dev = ["unlocked"]
+""",
+    """
+[project]
+dependencies = ["below>=2; platform_machine == 'aarch64'"]
 """,
     "# a comment\ntorch==2.13.0\nunlocked==1\n",
 )
@@ -55,6 +59,7 @@ BROKEN = [
     ("service", "newer==1", "newer==1 ; python_version < '3.12'", "the project needs newer; python_version"),
     ("service", "'aarch64'", "'x86_64'", "first-one needs below>=2"),
     ("service", "below==3", "below==1", "first-one needs below>=2"),
+    ("service", "below==3", "below==1", "tgis-next-client needs below>=2"),
     ("service", f"speed==5 {HASH}\n", "", "second needs speed"),
     ("service", "speed==5", f"surplus==1 {HASH}\nspeed==5", "surplus is in the lock, and nothing needs it"),
     ("service", f"second==2 {HASH}", "second==2", "locks/service.lock: second has no hashes"),
