@@ -30,6 +30,27 @@ def generate(root: Path) -> None:
         generate_service(root)
 
 
+def generate_service(root: Path) -> None:
+    """Generate the service's stubs. This needs grpcio-tools and mypy-protobuf in the running interpreter."""
+    out = root / "tgis" / "pb"
+    out.mkdir(exist_ok=True)
+    _update(out / "__init__.py", HEADER.encode())
+    with TemporaryDirectory() as made:
+        # A virtual path: the folder protos/ becomes the package tgis.pb, so generated imports are absolute.
+        _run_protoc(
+            f"-Itgis/pb={root / 'protos'}",
+            f"-I{files('grpc_tools') / '_proto'}",  # the messages that protobuf itself has
+            f"--python_out={made}",
+            f"--pyi_out={made}",
+            f"--grpc_python_out={made}",
+            f"--plugin=protoc-gen-mypy_grpc={_typing_plugin()}",
+            f"--mypy_grpc_out={made}",
+            *(f"tgis/pb/{name}.proto" for name in NAMES),
+        )
+        for file in (Path(made) / "tgis" / "pb").iterdir():
+            _update(out / file.name, file.read_bytes())
+
+
 def generate_client(root: Path) -> None:
     """Generate the client's messages, in a descriptor pool of their own. This needs grpcio-tools."""
     from google.protobuf.descriptor_pb2 import FileDescriptorSet
@@ -56,27 +77,6 @@ def _run_protoc(*arguments: str) -> None:
 
     if protoc.main(["protoc", *arguments]) != 0:
         raise SystemExit("protoc failed")
-
-
-def generate_service(root: Path) -> None:
-    """Generate the service's stubs. This needs grpcio-tools and mypy-protobuf in the running interpreter."""
-    out = root / "tgis" / "pb"
-    out.mkdir(exist_ok=True)
-    _update(out / "__init__.py", HEADER.encode())
-    with TemporaryDirectory() as made:
-        # A virtual path: the folder protos/ becomes the package tgis.pb, so generated imports are absolute.
-        _run_protoc(
-            f"-Itgis/pb={root / 'protos'}",
-            f"-I{files('grpc_tools') / '_proto'}",  # the messages that protobuf itself has
-            f"--python_out={made}",
-            f"--pyi_out={made}",
-            f"--grpc_python_out={made}",
-            f"--plugin=protoc-gen-mypy_grpc={_typing_plugin()}",
-            f"--mypy_grpc_out={made}",
-            *(f"tgis/pb/{name}.proto" for name in NAMES),
-        )
-        for file in (Path(made) / "tgis" / "pb").iterdir():
-            _update(out / file.name, file.read_bytes())
 
 
 def _update(file: Path, content: bytes) -> None:

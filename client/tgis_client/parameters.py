@@ -14,7 +14,6 @@ class LengthPenalty(NamedTuple):
     decay_factor: float
 
 
-_CONSTRAINTS = ("regex", "json_schema", "grammar", "choices", "json_object")
 _SAMPLING = ("temperature", "top_k", "top_p", "typical_p", "min_p", "seed")
 
 
@@ -68,9 +67,19 @@ class Parameters:
     """Number of most likely tokens that are returned for each token."""
 
     def __post_init__(self) -> None:
-        given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False, ())]
+        constraints = {
+            "regex": self.regex is not None,
+            "json_schema": self.json_schema is not None,
+            "grammar": self.grammar is not None,
+            "choices": bool(self.choices),
+            "json_object": self.json_object,
+        }
+        given = [name for name, is_given in constraints.items() if is_given]
         if len(given) > 1:
             raise SettingsError(f"{' and '.join(given)} exclude each other")
+        for name in ("stop_sequences", "choices"):
+            if isinstance(getattr(self, name), str):
+                raise SettingsError(f"{name} are a sequence of texts, not one text")
 
     @property
     def is_sampling(self) -> bool:

@@ -179,6 +179,12 @@ def test_constraints(open_client: OpenClient, service: CannedService, target: st
             Parameters(**{name: value, other: CONSTRAINTS[other][0]})
 
 
+@pytest.mark.parametrize("name", ["stop_sequences", "choices"])
+def test_one_text_is_not_taken_for_several(name: str) -> None:
+    with pytest.raises(SettingsError, match="not one text"):
+        Parameters(**{name: "abc"})
+
+
 def test_it_samples_if_a_parameter_of_sampling_is_set() -> None:
     for name in ("temperature", "top_k", "top_p", "typical_p", "min_p", "seed"):
         assert Parameters(**{name: 0}).is_sampling
