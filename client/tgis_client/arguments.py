@@ -28,7 +28,7 @@ class CallArguments(TypedDict, total=False):
     token_ids: bool
     """True to return ids of tokens."""
     trace_context: Mapping[str, str] | None
-    """`traceparent` and other fields of a trace; if unset, OpenTelemetry's current span, if it is installed."""
+    """`traceparent` and other fields of a trace; if unset, OpenTelemetry's current span is passed on."""
     metadata: Sequence[tuple[str, str | bytes]]
     """Further metadata."""
 

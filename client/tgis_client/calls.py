@@ -23,7 +23,7 @@ from tgis_client.errors import DeadlineError, SettingsError, UnavailableError
 from tgis_client.parameters import Parameters
 from tgis_client.pb import client_pb2 as client_pb
 from tgis_client.pb import generation_pb2 as pb
-from tgis_client.results import CallReport, Generation, ModelInfo, Tokenization, join
+from tgis_client.results import NO_REPORT, Generation, ModelInfo, Tokenization, join
 from tgis_client.retries import NO_RETRIES, Attempts, Failure, RetryPolicy
 from tgis_client.service_config import ServiceConfig
 
@@ -220,7 +220,7 @@ class StreamState:
         self._call = call
         self._parts: list[Generation] = []
         self._has_begun = False
-        self._report = CallReport()
+        self._report = NO_REPORT
 
     def receive(self, message: Any) -> list[Generation]:
         """Take a message, and return the parts for the caller."""

@@ -8,6 +8,7 @@ from tgis_client.arguments import CallArguments
 from tgis_client.parameters import Parameters
 from tgis_client.pb import generation_pb2 as pb
 from tgis_client.results import (
+    NO_REPORT,
     CallReport,
     Generation,
     ModelInfo,
@@ -107,7 +108,7 @@ def _decoding(given: Parameters) -> pb.DecodingParameters:
 
 
 def read_generation(
-    message: pb.GenerationResponse, token_ids: bool, report: CallReport = CallReport()
+    message: pb.GenerationResponse, token_ids: bool, report: CallReport = NO_REPORT
 ) -> Generation:
     return Generation(
         text=message.text,

@@ -66,6 +66,9 @@ class CallReport:
     generated_tokens: int | None = None
 
 
+NO_REPORT = CallReport()
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """Text for a prompt; in a stream, what was added since the part before."""
@@ -79,7 +82,7 @@ class Generation:
     seed: int = 0
     tokens: tuple[Token, ...] = ()
     input_tokens: tuple[Token, ...] = ()
-    report: CallReport = CallReport()
+    report: CallReport = NO_REPORT
 
 
 def join(parts: Iterable[Generation]) -> Generation:
