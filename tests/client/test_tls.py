@@ -60,7 +60,7 @@ def test_renewed_files_are_used_without_a_restart(open_client: OpenClient, tmp_p
         write(tmp_path, authority, "second.example.com", authority)
         client.model_info()
         client.model_info()
-        assert "".join(part.text for part in stream) == " two three"
+        assert "".join(part.text for part in stream) == "one two three"
     assert service.names == ["first.example.com", "second.example.com", "second.example.com"]
 
 
@@ -115,6 +115,7 @@ def test_calls_of_many_threads_during_a_renewal(tmp_path: Path) -> None:
     authority, service = trustme.CA(), NamingService(delay=0.05)
     tls = write(tmp_path, authority, "first.example.com", authority)
     with serve_mutual(service, authority) as target, Client(target, tls=tls) as client:
+        client.model_info()
         with ThreadPoolExecutor(8) as threads:
             pending = [threads.submit(client.generate, str(index)) for index in range(16)]
             write(tmp_path, authority, "second.example.com", authority)
@@ -133,7 +134,6 @@ def test_the_name_in_the_certificate(open_client: OpenClient, tmp_path: Path) ->
         for name, is_served in ((None, False), ("inside.example.com", True)):
             tls = Tls(ca_cert=tmp_path / "ca.pem", server_name=name)
             with open_client(target, tls=tls, retry=NO_RETRIES) as client:
-                assert client.is_healthy(1) is False or is_served
                 if is_served:
                     assert client.model_info().max_new_tokens == 128
                 else:
