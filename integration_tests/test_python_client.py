@@ -21,7 +21,9 @@ def service(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     store = tmp_path_factory.mktemp("store")
     write_prompt(store / "eight", SoftPrompt(embeddings(8, 1)))
     write_adapter(store / "sql", model.directory, 3, LINEAR)
-    yield from serve(model.directory, *FLAGS, "--prefix-store-path", str(store), "--adapter-cache", str(store))
+    yield from serve(
+        model.directory, *FLAGS, "--prefix-store-path", str(store), "--adapter-cache", str(store)
+    )
 
 
 @pytest.fixture(params=CLIENTS)
@@ -72,5 +74,3 @@ def test_prompts_and_adapters(open_client: OpenClient, service: Stubs) -> None:
             client.generate("girl", adapter_id="missing")
     assert len(set(texts)) == 3
     assert texts[2] == texts[3]
-
-

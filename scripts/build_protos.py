@@ -1,5 +1,6 @@
-"""Generates typed protobuf and gRPC stubs of protos/ in tgis/pb/, and typed messages in client/tgis_client/pb/.
-It runs in every build of either distribution as a hatchling hook, and as a script for both."""
+"""Generates typed protobuf and gRPC stubs of protos/ in tgis/pb/, and typed messages in
+client/tgis_client/pb/. It runs in every build of either distribution as a hatchling hook, and as a script for
+both."""
 
 import sys
 from importlib.metadata import distribution
@@ -12,14 +13,14 @@ NAMES = ("generation", "orca", "shard")
 CLIENT_NAMES = ("generation", "client")
 HEADER = '"""Generated from protos/ by scripts/build_protos.py."""\n'
 # A program may have other stubs of the package fmaas, and protobuf's default pool takes each message once.
-CLIENT_MODULE = f'''{HEADER}
+CLIENT_MODULE = f"""{HEADER}
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 POOL = DescriptorPool()
 DESCRIPTOR = POOL.AddSerializedFile(%r)
 globals().update((name, GetMessageClass(each)) for name, each in DESCRIPTOR.message_types_by_name.items())
-'''
+"""
 
 
 def generate(root: Path) -> None:

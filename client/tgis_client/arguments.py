@@ -1,11 +1,11 @@
 """Defines the arguments of a call besides its prompts and parameters, and their metadata."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from tgis_client.errors import SettingsError
 from tgis_client.parameters import Parameters
-from tgis_client.tracing import trace_metadata
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -67,11 +67,30 @@ def generation_metadata(parameters: Parameters, arguments: CallArguments, is_ids
 def call_metadata(arguments: CallArguments, is_ids: bool = False) -> Metadata:
     """Return the metadata that every method accepts. Keys in `metadata` replace those of the trace."""
     switches = {"tgis-input": is_ids, "tgis-tokens": arguments.get("token_ids", False)}
-    own = tuple((key, "ids") for key, is_on in switches.items() if is_on) + tuple(arguments.get("metadata", ()))
+    own = tuple((key, "ids") for key, is_on in switches.items() if is_on) + tuple(
+        arguments.get("metadata", ())
+    )
     keys = {key for key, _ in own}
-    trace = trace_metadata(arguments.get("trace_context"))
+    trace = _trace_metadata(arguments.get("trace_context"))
     return own + tuple((key, value) for key, value in trace if key not in keys)
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else str(float(value))
+
+
+def _trace_metadata(given: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    """Return the fields of the given context, or of OpenTelemetry's current one, as metadata."""
+    carrier = _current_trace() if given is None else given
+    return tuple((key.lower(), value) for key, value in carrier.items())
+
+
+def _current_trace() -> dict[str, str]:
+    """Return the fields of the current span."""
+    carrier: dict[str, str] = {}
+    # A program that has not imported OpenTelemetry has no span.
+    if "opentelemetry.trace" in sys.modules:
+        from opentelemetry import propagate
+
+        propagate.inject(carrier)
+    return carrier

@@ -73,9 +73,7 @@ class AsyncConnections:
         while True:
             async with self._channel() as channel:
                 method: Any = channel.unary_stream(call.path, serialize, call.response_type.FromString)
-                rpc = method(
-                    call.message, timeout=call.attempts.begin(), metadata=self._calls.metadata(call)
-                )
+                rpc = method(call.message, timeout=call.attempts.begin(), metadata=self._calls.metadata(call))
                 try:
                     async for message in rpc:
                         for part in state.receive(message):
@@ -95,7 +93,9 @@ class AsyncConnections:
 
 
 class AsyncStream(AsyncIterator[Generation]):
-    """Parts of a text as they are generated. Leaving its `async with` block, or `aclose`, cancels the call."""
+    """Parts of a text as they are generated.
+
+    Leaving its `async with` block, or `aclose`, cancels the call."""
 
     def __init__(self, connections: AsyncConnections, call: Call[Generation]) -> None:
         self._state = StreamState(call)
@@ -117,7 +117,7 @@ class AsyncStream(AsyncIterator[Generation]):
 
     @property
     def result(self) -> Generation:
-        """Whole of what has arrived; at the end with the report of the call."""
+        """Everything that has arrived, as one; at the end with the report of the call."""
         return self._state.result
 
 
@@ -194,5 +194,7 @@ class AsyncClient:
     async def wait_until_healthy(self, timeout: float | None = None) -> None:
         """Wait until the service serves. Raises UnavailableError after `timeout` seconds."""
         poll = HealthPoll(timeout)
-        while not await self.is_healthy(poll.check_timeout_s):
+        while True:
+            if await self.is_healthy(poll.check_timeout_s):
+                return
             await asyncio.sleep(poll.delay_s())

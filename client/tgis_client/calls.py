@@ -213,8 +213,10 @@ class CallBuilder:
 
 
 class StreamState:
-    """Parts of a stream. Those before the first token are held back, so that a call that fails before it can be
-    sent again unnoticed."""
+    """Parts of a stream.
+
+    Those before the first token are held back, so that a call that fails before it can be sent again without
+    showing a part twice."""
 
     def __init__(self, call: Call[Generation]) -> None:
         self._call = call
@@ -237,15 +239,16 @@ class StreamState:
         return [] if self._has_begun else list(self._parts)
 
     def delay_after(self, failure: Failure) -> float:
-        """Forget what has arrived, and return the seconds until the next attempt. Raises CallError if there is
-        none."""
+        """Forget what has arrived, and return the seconds until the next attempt.
+
+        Raises CallError if there is none."""
         delay_s = self._call.attempts.delay_after(failure, self._has_begun)
         self._parts.clear()
         return delay_s
 
     @property
     def result(self) -> Generation:
-        """What has arrived, as one; at the end of the stream with the call's report."""
+        """Everything that has arrived, as one; at the end of the stream with the call's report."""
         return replace(join(self._parts), report=self._report)
 
 
@@ -260,7 +263,9 @@ class HealthPoll:
     @property
     def check_timeout_s(self) -> float:
         """Timeout of the next check."""
-        return HEALTH_TIMEOUT_S if self._ends is None else min(HEALTH_TIMEOUT_S, self._remaining_s(self._ends))
+        return (
+            HEALTH_TIMEOUT_S if self._ends is None else min(HEALTH_TIMEOUT_S, self._remaining_s(self._ends))
+        )
 
     def delay_s(self) -> float:
         """Return the seconds until the next check. Raises UnavailableError if no time is left."""

@@ -113,7 +113,7 @@ class Stream(Iterator[Generation]):
 
     @property
     def result(self) -> Generation:
-        """Whole of what has arrived; at the end with the report of the call."""
+        """Everything that has arrived, as one; at the end with the report of the call."""
         return self._state.result
 
 

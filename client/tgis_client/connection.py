@@ -1,5 +1,5 @@
-"""Holds what a connection needs: the certificates and the token, whose files may be renewed at any time, and the
-channel that was opened with them."""
+"""Holds what a connection needs: the certificates and the token, whose files may be renewed at any time, and
+the channel that was opened with them."""
 
 import os
 import ssl
@@ -57,7 +57,9 @@ class OpenChannel(Generic[C]):
 
 
 class ChannelCache(Generic[C]):
-    """Channel for new calls. It is replaced when a TLS file has changed; calls in progress keep the old one."""
+    """Channel for new calls.
+
+    When a TLS file has changed, it is replaced; calls in progress keep the old one."""
 
     def __init__(self, open_channel: Callable[[grpc.ChannelCredentials | None], C], tls: Tls | None) -> None:
         self._open_channel = open_channel
@@ -68,8 +70,9 @@ class ChannelCache(Generic[C]):
         self._is_closed = False
 
     def acquire(self) -> OpenChannel[C]:
-        """Return the channel for a call, which must be released. Raises SettingsError if there is none yet and
-        a file cannot be read."""
+        """Return the channel for a call, which must be released.
+
+        Raises SettingsError if none is open yet and a file cannot be read."""
         with self._lock:
             if self._is_closed:
                 raise ClientError("the client is closed")
@@ -125,7 +128,9 @@ class BearerToken:
         token = self.text
         if self.path is not None:
             try:
-                token = (Path(self.path).read_bytes().splitlines() or [b""])[0].decode("utf-8", "replace").strip()
+                token = (
+                    (Path(self.path).read_bytes().splitlines() or [b""])[0].decode("utf-8", "replace").strip()
+                )
             except OSError as error:
                 raise SettingsError(f"the token's file cannot be read: {error}") from error
         if token is None:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM
@@ -39,7 +39,7 @@ class TgisLLM(BaseLLM):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """What decides on the text, for LangChain's caches and traces."""
+        """Properties that decide on the text, for LangChain's caches and traces."""
         return {"target": self.target, "parameters": self.parameters, "arguments": self.arguments}
 
     @cached_property
@@ -111,7 +111,7 @@ class TgisLLM(BaseLLM):
         if stop is not None:
             given["stop_sequences"] = stop
         arguments = {name: value for name, value in more.items() if name in CallArguments.__annotations__}
-        return replace(self.parameters, **given), CallArguments(**{**self.arguments, **arguments})
+        return replace(self.parameters, **given), cast(CallArguments, {**self.arguments, **arguments})
 
 
 def _info(generation: Generation) -> dict[str, Any]:

@@ -20,9 +20,6 @@ from tgis_client.results import (
     TopToken,
 )
 
-GREEDY, SAMPLE = 0, 1  # fmaas.DecodingMethod
-JSON = 1  # fmaas.DecodingParameters.ResponseFormat
-
 _TRAILERS = {
     "queue_ms": float,
     "first_token_ms": float,
@@ -49,7 +46,9 @@ def single_request(text: str, parameters: Parameters, arguments: CallArguments) 
     )
 
 
-def tokenize_request(texts: Sequence[str], arguments: CallArguments, **more: Any) -> pb.BatchedTokenizeRequest:
+def tokenize_request(
+    texts: Sequence[str], arguments: CallArguments, **more: Any
+) -> pb.BatchedTokenizeRequest:
     return pb.BatchedTokenizeRequest(
         requests=[pb.TokenizeRequest(text=text) for text in texts], **_ids(arguments), **more
     )
@@ -61,8 +60,8 @@ def _ids(arguments: CallArguments) -> dict[str, Any]:
 
 
 def _parameters(given: Parameters) -> pb.Parameters:
-    return pb.Parameters(
-        method=SAMPLE if given.is_sampling else GREEDY,
+    message = pb.Parameters(
+        method="SAMPLE" if given.is_sampling else "GREEDY",
         sampling=pb.SamplingParameters(
             temperature=given.temperature,
             top_k=given.top_k,
@@ -75,7 +74,6 @@ def _parameters(given: Parameters) -> pb.Parameters:
             min_new_tokens=given.min_new_tokens,
             time_limit_millis=given.time_limit_millis,
             stop_sequences=given.stop_sequences,
-            include_stop_sequence=given.include_stop_sequence,
         ),
         response=pb.ResponseOptions(
             input_text=given.input_text,
@@ -88,11 +86,17 @@ def _parameters(given: Parameters) -> pb.Parameters:
         decoding=_decoding(given),
         truncate_input_tokens=given.truncate_input_tokens,
     )
+    if given.include_stop_sequence is not None:
+        message.stopping.include_stop_sequence = given.include_stop_sequence
+    return message
 
 
 def _decoding(given: Parameters) -> pb.DecodingParameters:
     message = pb.DecodingParameters(
-        repetition_penalty=given.repetition_penalty, regex=given.regex, grammar=given.grammar
+        repetition_penalty=given.repetition_penalty,
+        regex=given.regex,
+        grammar=given.grammar,
+        format="JSON" if given.json_object else None,
     )
     if given.length_penalty is not None:
         message.length_penalty.start_index = given.length_penalty.start_index
@@ -102,8 +106,6 @@ def _decoding(given: Parameters) -> pb.DecodingParameters:
         message.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
     if given.choices:
         message.choice.choices.extend(given.choices)
-    if given.json_object:
-        message.format = JSON  # type: ignore[assignment]
     return message
 
 

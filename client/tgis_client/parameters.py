@@ -8,7 +8,7 @@ from tgis_client.errors import SettingsError
 
 
 class LengthPenalty(NamedTuple):
-    """After `start_index` tokens, the end of sequence becomes more likely by `decay_factor` with each token."""
+    """Growth of the end of sequence's probability, by `decay_factor` with each token after `start_index`."""
 
     start_index: int
     decay_factor: float

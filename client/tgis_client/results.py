@@ -88,15 +88,13 @@ class Generation:
 def join(parts: Iterable[Generation]) -> Generation:
     """Return the whole text of a stream's parts. Counts, seed and reason are the last that were sent."""
     parts = list(parts)
-    last = {
-        name: next((value for part in reversed(parts) if (value := getattr(part, name))), 0)
-        for name in ("input_token_count", "generated_token_count", "seed")
-    }
     end = parts[-1] if parts else Generation()
     return replace(
         end,
-        **last,
         text="".join(part.text for part in parts),
+        input_token_count=max((part.input_token_count for part in parts), default=0),
+        generated_token_count=max((part.generated_token_count for part in parts), default=0),
+        seed=next((part.seed for part in reversed(parts) if part.seed), 0),
         tokens=tuple(token for part in parts for token in part.tokens),
         input_tokens=tuple(token for part in parts for token in part.input_tokens),
     )

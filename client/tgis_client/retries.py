@@ -64,7 +64,7 @@ def _pairs(metadata: Iterable[Any] | None) -> tuple[tuple[str, str | bytes], ...
 
 @dataclass(frozen=True)
 class ServerDelay:
-    """What the service says about another attempt."""
+    """Wish of the service for another attempt."""
 
     delay_s: float | None = None
     """Delay before it; None: not said."""

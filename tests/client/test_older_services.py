@@ -15,7 +15,12 @@ from tests.support.blocking_clients import OpenClient
 from tgis_client import CallReport, ModelInfo, ModelKind, Parameters, StopReason
 
 TOKEN = {"text": "x", "logprob": -1.5, "rank": 2, "topTokens": [{"text": "y", "logprob": -0.5}]}
-END: dict[str, Any] = {"generatedTokenCount": 2, "stopReason": "STOP_SEQUENCE", "stopSequence": "z", "seed": "7"}
+END: dict[str, Any] = {
+    "generatedTokenCount": 2,
+    "stopReason": "STOP_SEQUENCE",
+    "stopSequence": "z",
+    "seed": "7",
+}
 ANSWERS: dict[str, Any] = {
     "Generate": [{"responses": [{"text": "one two", "inputTokenCount": 3, "tokens": [TOKEN], **END}]}],
     "GenerateStream": [

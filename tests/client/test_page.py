@@ -47,7 +47,11 @@ def test_the_table_of_arguments_is_whole() -> None:
     from tgis_client import CallArguments
 
     table = PAGE.read_text().split("| argument | meaning |")[1].split("\n\n")[0]
-    named = [name for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall(r"\w+", row)]
+    named = [
+        name
+        for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+        for name in re.findall(r"\w+", row)
+    ]
     assert sorted(named) == sorted(CallArguments.__annotations__)
 
 

@@ -208,7 +208,11 @@ def test_results_have_every_value(open_client: OpenClient, target: str) -> None:
     assert first.stop_reason is StopReason.MAX_TOKENS
     assert first.tokens[1] == Token(" two", -1.0, 2, (TopToken(" two", -0.5), TopToken("\n", -2.25)))
     assert [part.text for part in parts] == ["", *WORDS]
-    assert (stream.result.text, stream.result.seed, stream.result.tokens) == ("one two three", 7, first.tokens)
+    assert (stream.result.text, stream.result.seed, stream.result.tokens) == (
+        "one two three",
+        7,
+        first.tokens,
+    )
     assert (stream.result.input_token_count, stream.result.stop_reason) == (4, StopReason.MAX_TOKENS)
     assert (tokens.token_count, tokens.tokens) == (2, ("a", "é"))
     assert tokens.offsets == (Offset(0, 1), Offset(1, 3))

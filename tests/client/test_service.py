@@ -61,7 +61,9 @@ def test_results_are_those_of_the_stub(open_client: OpenClient, router: Setup) -
         assert result.stop_reason == expected.stop_reason == StopReason.MAX_TOKENS
         for given, wanted in ((result.tokens, expected.tokens), (result.input_tokens, expected.input_tokens)):
             assert [(each.text, each.rank) for each in given] == [(each.text, each.rank) for each in wanted]
-            assert [each.logprob for each in given] == pytest.approx([each.logprob for each in wanted], nan_ok=True)
+            assert [each.logprob for each in given] == pytest.approx(
+                [each.logprob for each in wanted], nan_ok=True
+            )
         assert [len(token.top_tokens) for token in result.tokens] == [
             len(token.top_tokens) for token in expected.tokens
         ]
@@ -113,7 +115,7 @@ def test_health(open_client: OpenClient, router: Setup) -> None:
     with open_client("127.0.0.1:1") as client:
         assert not client.is_healthy(1)
         started = time.monotonic()
-        with pytest.raises(UnavailableError, match="did not become healthy within 0.5 s"):
+        with pytest.raises(UnavailableError, match=r"did not become healthy within 0\.5 s"):
             client.wait_until_healthy(0.5)
         assert time.monotonic() - started < 0.7
 

@@ -45,9 +45,7 @@ def write(directory: Path, authority: trustme.CA, name: str, trusted: trustme.CA
     own.private_key_pem.write_to_path(directory / "key.pem")
     own.cert_chain_pems[0].write_to_path(directory / "cert.pem")
     trusted.cert_pem.write_to_path(directory / "ca.pem")
-    return Tls(
-        ca_cert=directory / "ca.pem", cert=str(directory / "cert.pem"), key=str(directory / "key.pem")
-    )
+    return Tls(ca_cert=directory / "ca.pem", cert=str(directory / "cert.pem"), key=str(directory / "key.pem"))
 
 
 def test_renewed_files_are_used_without_a_restart(open_client: OpenClient, tmp_path: Path) -> None:
@@ -78,7 +76,8 @@ def test_a_client_that_was_refused_is_accepted_after_the_renewal(
 
 
 def test_files_are_used_once_they_fit_together(open_client: OpenClient, tmp_path: Path) -> None:
-    """Between two writes, the key is not the certificate's, or a file is missing: the old ones stay in use."""
+    """Between two writes, the key is not the certificate's, or a file is missing: the old ones
+    stay in use."""
     authority, service = trustme.CA(), NamingService()
     tls = write(tmp_path, authority, "first.example.com", authority)
     with serve_mutual(service, authority) as target, open_client(target, tls=tls) as client:
@@ -145,5 +144,5 @@ def test_files_that_cannot_be_used_are_an_error(open_client: OpenClient, tmp_pat
     with pytest.raises(SettingsError, match="together"):
         Tls(cert="a")
     with open_client("localhost:1", tls=Tls(ca_cert=tmp_path / "missing.pem")) as client:
-        with pytest.raises(SettingsError, match="missing.pem"):
+        with pytest.raises(SettingsError, match=r"missing\.pem"):
             client.model_info()

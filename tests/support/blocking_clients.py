@@ -41,9 +41,7 @@ class BlockingClient:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)
-        return lambda *arguments, **more: self._runner.run(
-            method(*arguments, **more), context=copy_context()
-        )
+        return lambda *arguments, **more: self._runner.run(method(*arguments, **more), context=copy_context())
 
 
 @contextmanager

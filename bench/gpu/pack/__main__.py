@@ -1,4 +1,5 @@
-"""`python -m bench.gpu.pack DIRECTORY`: create the pack of wheels, generated code, and compiled kernels, less than 50 MiB in total. This needs a package index, and no GPU."""
+"""`python -m bench.gpu.pack DIRECTORY`: create the pack of wheels, generated code, and compiled kernels, less
+than 50 MiB in total. This needs a package index, and no GPU."""
 
 import os
 import shutil

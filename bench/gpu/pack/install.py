@@ -1,8 +1,8 @@
 """Installs a pack on the machine: `python -m bench.gpu.pack.install DIRECTORY`.
 
-Wheels go to DIRECTORY/site, which PYTHONPATH must include, generated code into the checkout, and compiled kernels
-to the Python's cache. It imports nothing from the pack. Parts that cannot be installed are reported, and the
-run shows the consequences."""
+Wheels go to DIRECTORY/site, which PYTHONPATH must include, generated code into the checkout, and compiled
+kernels to the Python's cache. It imports nothing from the pack. Parts that cannot be installed are reported,
+and the run shows the consequences."""
 
 import shutil
 import subprocess

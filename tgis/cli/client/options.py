@@ -25,7 +25,10 @@ class Connection:
         "Maximum number of retries of a call that the service could not take.", 3, env=False, minimum=0
     )
     wait: float | None = option(
-        "Time, in seconds, to wait until the service is ready; unset: do not wait.", None, env=False, minimum=0
+        "Time, in seconds, to wait until the service is ready; unset: do not wait.",
+        None,
+        env=False,
+        minimum=0,
     )
     tls: bool = option("Use TLS; without --ca-cert, the system's CAs are trusted.", False, env=False)
     ca_cert: str | None = option("PEM file of the CAs to trust; implies --tls.", None, env=False)

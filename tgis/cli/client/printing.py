@@ -77,6 +77,8 @@ def print_report(report: CallReport) -> None:
 def print_tokens(tokenization: Tokenization) -> None:
     """Print the token count and the tokens, with byte offsets (UTF-8) if there are any."""
     click.echo(f"{tokenization.token_count} tokens")
-    offsets = [[str(at.start), str(at.end)] for at in tokenization.offsets] or [[] for _ in tokenization.tokens]
+    offsets = [[str(at.start), str(at.end)] for at in tokenization.offsets] or [
+        [] for _ in tokenization.tokens
+    ]
     spans = zip(tokenization.tokens, offsets, strict=True)
     click.echo(format_table([[printable(token), *at] for token, at in spans]))
