@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 
 from tgis_client.arguments import CallArguments
 from tgis_client.async_client import AsyncClient
-from tgis_client.calls import DEFAULT_TARGET, ClientSettings
+from tgis_client.calls import DEFAULT_TARGET
 from tgis_client.client import Client
 from tgis_client.parameters import Parameters
 from tgis_client.results import Generation
@@ -28,10 +28,10 @@ class TgisLLM(BaseLLM):
 
     target: str = DEFAULT_TARGET
     parameters: Parameters = Parameters()
-    settings: ClientSettings = Field(default_factory=ClientSettings, exclude=True, repr=False)
-    """Further arguments of the client: TLS, token, retries."""
-    arguments: CallArguments = Field(default_factory=CallArguments)
-    """Arguments of every call, such as `prefix_id`."""
+    settings: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
+    """ClientSettings: TLS, token, retries."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """CallArguments of every call, such as `prefix_id`."""
 
     @property
     def _llm_type(self) -> str:
