@@ -93,7 +93,7 @@ class AsyncConnections:
 
 
 class AsyncStream(AsyncIterator[Generation]):
-    """Parts of a text as they are generated.
+    """Parts of a text as they are generated. The call begins when the first part is asked for.
 
     Leaving its `async with` block, or `aclose`, cancels the call."""
 

@@ -79,6 +79,9 @@ class Settings:
         options: list[tuple[str, Any]] = [
             ("grpc.max_receive_message_length", -1),  # token details of long inputs exceed 4 MiB
             ("grpc.enable_retries", 0),  # otherwise attempts of gRPC and of this client would multiply
+            # Finds lost peers during calls; gRPC's servers by default refuse pings within five minutes.
+            ("grpc.keepalive_time_ms", 330_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
         ]
         if self.service_config is not None:
             options.append(("grpc.service_config", self.service_config))

@@ -91,7 +91,9 @@ class Connections:
 
 
 class Stream(Iterator[Generation]):
-    """Parts of a text as they are generated. Leaving its `with` block, or `close`, cancels the call."""
+    """Parts of a text as they are generated. The call begins when the first part is asked for.
+
+    Leaving its `with` block, or `close`, cancels the call."""
 
     def __init__(self, connections: Connections, call: Call[Generation]) -> None:
         self._state = StreamState(call)

@@ -21,8 +21,6 @@ from tgis_client import (
     UnavailableError,
 )
 
-pytestmark = pytest.mark.one_worker("counts the calls of one process")
-
 PROMPT = "The quick brown fox"
 DETAILS = Parameters(
     max_new_tokens=6, tokens=True, input_tokens=True, logprobs=True, ranks=True, top_n_tokens=2, seed=3
