@@ -1,5 +1,6 @@
 """Whether a lock that does not hold what the project needs is found out."""
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -96,6 +97,15 @@ def test_packages_that_are_not_installed_are_unknown() -> None:
 def test_a_lock_names_no_place(line: str) -> None:
     with pytest.raises(LockError):
         read_lock(f"{LOCKS['service']}{line}\n")
+
+
+def test_the_client_has_the_version_of_the_service() -> None:
+    service, client = (
+        tomllib.loads(Path(name).read_text())["project"]
+        for name in ("pyproject.toml", "client/pyproject.toml")
+    )
+    assert client["version"] == service["version"]
+    assert f"tgis-next-client=={client['version']}" in service["dependencies"]
 
 
 def test_the_locks_name_none() -> None:
