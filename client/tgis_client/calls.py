@@ -273,7 +273,7 @@ class HealthPoll:
     def delay_s(self) -> float:
         """Return the seconds until the next check. Raises UnavailableError if no time is left."""
         self._num_checks += 1
-        delay_s = HEALTH_BACKOFF.backoff_s(min(self._num_checks, 10))
+        delay_s = HEALTH_BACKOFF.backoff_s(self._num_checks)
         if self._ends is not None and delay_s >= self._remaining_s(self._ends):
             text = f"the service did not become healthy within {self._timeout} s"
             raise UnavailableError(grpc.StatusCode.UNAVAILABLE, text, None, self._num_checks)

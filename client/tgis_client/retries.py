@@ -36,7 +36,8 @@ class RetryPolicy:
 
     def backoff_s(self, num_attempts: int) -> float:
         """Return the delay after the given number of failed attempts, varied at random."""
-        grown = self.initial_backoff_s * self.backoff_multiplier ** (num_attempts - 1)
+        # A larger exponent would exceed the range of floats.
+        grown = self.initial_backoff_s * self.backoff_multiplier ** min(num_attempts - 1, 64)
         return min(grown, self.max_backoff_s) * random.uniform(1 - JITTER, 1 + JITTER)
 
 
