@@ -24,6 +24,7 @@ from tgis_client.calls import (
     serialize,
 )
 from tgis_client.connection import ChannelCache
+from tgis_client.errors import call_error
 from tgis_client.parameters import Parameters
 from tgis_client.results import Generation, ModelInfo, Tokenization
 from tgis_client.retries import read_failure
@@ -49,6 +50,11 @@ class AsyncConnections:
         used = self._channels.acquire()
         try:
             yield used.channel
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._channels.is_closed and task is not None and not task.cancelling():
+                raise call_error(grpc.StatusCode.CANCELLED, "the client was closed", None, 1) from None
+            raise
         finally:
             for channel in self._channels.release(used):
                 await channel.close()

@@ -67,14 +67,14 @@ class ChannelCache(Generic[C]):
         self._lock = threading.Lock()
         self._current: OpenChannel[C] | None = None
         self._replaced: list[OpenChannel[C]] = []
-        self._is_closed = False
+        self.is_closed = False
 
     def acquire(self) -> OpenChannel[C]:
         """Return the channel for a call, which must be released.
 
         Raises SettingsError if none is open yet and a file cannot be read."""
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 raise ClientError("the client is closed")
             self._current = self._newest(self._current)
             self._current.num_calls += 1
@@ -91,7 +91,7 @@ class ChannelCache(Generic[C]):
     def close(self) -> list[C]:
         """Accept no more calls, and return the channels to close."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             opened = [*self._replaced, *([self._current] if self._current else [])]
             self._replaced, self._current = [], None
             return [each.channel for each in opened]
