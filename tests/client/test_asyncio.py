@@ -36,19 +36,17 @@ async def test_calls_run_at_once() -> None:
 
 @pytest.mark.parametrize("is_begun", [False, True])
 async def test_a_cancelled_task_leaves_its_call(is_begun: bool) -> None:
-    service, parts = WatchingService(delay=0.3), []
+    service, has_begun = WatchingService(delay=0.3), asyncio.Event()
 
     async def consume(client: AsyncClient) -> None:
-        async for part in client.stream("a"):
-            parts.append(part)
+        async for _ in client.stream("a"):
+            has_begun.set()
 
     with serve(service) as target:
         async with AsyncClient(target) as client:
             task = asyncio.create_task(consume(client))
-            await asyncio.sleep(0.1)
-            while is_begun and not parts:
-                await asyncio.sleep(0.01)
-            assert bool(parts) is is_begun
+            await (has_begun.wait() if is_begun else asyncio.sleep(0.1))
+            assert has_begun.is_set() is is_begun
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
