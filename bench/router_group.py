@@ -53,4 +53,5 @@ def _from(tree: Path | None) -> dict[str, Any]:
     if tree is None:
         return {}
     # -P, because otherwise the package in the working directory would come first
-    return {"env": {"PYTHONPATH": str(tree.absolute())}, "python": (sys.executable, "-P")}
+    path = f"{tree.absolute()}:{tree.absolute() / 'client'}"
+    return {"env": {"PYTHONPATH": path}, "python": (sys.executable, "-P")}

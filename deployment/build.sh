@@ -41,7 +41,7 @@ service)
     builders=$(mktemp -d)
     trap 'rm -rf "$builders"' EXIT
     "$python" -m pip install -q --no-cache-dir $LOCKED --target "$builders" -r locks/build.lock
-    (export PYTHONPATH="$builders" && install --no-deps --no-build-isolation .)
+    (export PYTHONPATH="$builders" && install --no-deps --no-build-isolation ./client .)
     # Outside the sources, so that the installed package is imported.
     cd /
     "$PREFIX/bin/python" -c 'import tgis.cli.main, tgis.launcher.main, tgis.cli.health_probe, tgis.router.app'

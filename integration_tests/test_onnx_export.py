@@ -57,7 +57,7 @@ def test_an_exported_model_scores_as_its_checkpoint(name: str, python: Path, tmp
     ended = subprocess.run(
         [str(python), "-m", "tgis", "convert-to-onnx", str(checkpoint), str(exported)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "HF_HUB_OFFLINE": "1"},
         text=True,
         capture_output=True,
         timeout=300,

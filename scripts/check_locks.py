@@ -59,9 +59,10 @@ Lock = list[Entry]
 
 
 class Project(NamedTuple):
-    """Requirements of pyproject.toml and constraints.txt."""
+    """Requirements of both distributions' pyproject.toml and of constraints.txt."""
 
     dependencies: list[str]
+    client_dependencies: list[str]
     extras: Mapping[str, list[str]]
     builders: list[str]
     pythons: list[str]
@@ -170,6 +171,8 @@ class _Walk:
             if needed.name == "tgis-next":
                 for wanted in needed.extras:
                     yield from self.faults(who, self._project.extras[wanted])
+            elif needed.name == "tgis-next-client":
+                yield from self.faults(needed.name, self._project.client_dependencies)
             elif (entry := self._entries.get(canonicalize_name(needed.name))) is None:
                 yield f"{who} needs {needed}, which no lock has: run make lock"
             elif not _serves(entry, needed):
@@ -201,12 +204,13 @@ def _serves(entry: Entry, needed: Requirement) -> bool:
     )
 
 
-def read_project(pyproject: str, constraints: str) -> Project:
+def read_project(pyproject: str, client: str, constraints: str) -> Project:
     settings = tomllib.loads(pyproject)
     project = settings["project"]
     prefix = "Programming Language :: Python :: "
     return Project(
         project["dependencies"],
+        tomllib.loads(client)["project"]["dependencies"],
         project["optional-dependencies"],
         settings["build-system"]["requires"],
         [each.removeprefix(prefix) for each in project["classifiers"] if each.startswith(prefix)],
@@ -221,7 +225,8 @@ def read_installed() -> Needs:
 
 
 def main() -> int:
-    project = read_project((ROOT / "pyproject.toml").read_text(), (ROOT / "constraints.txt").read_text())
+    files = ("pyproject.toml", "client/pyproject.toml", "constraints.txt")
+    project = read_project(*((ROOT / name).read_text() for name in files))
     try:
         locks = {
             name: read_lock((ROOT / "locks" / f"{name}.lock").read_text())

@@ -1,4 +1,4 @@
-"""Fails when a function of the package has more than 50 lines, or a folder more than 12 modules."""
+"""Fails when a function of a package has more than 50 lines, or a folder more than 12 modules."""
 
 import ast
 import sys
@@ -10,6 +10,7 @@ MAX_FUNCTION = 50
 MAX_MODULES = 12
 LISTS = ("tgis/shard/models/families",)  # folders of one module for each entry of a table
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (ROOT / "tgis", ROOT / "client" / "tgis_client")
 
 
 def find_long_functions(path: Path) -> list[str]:
@@ -36,8 +37,8 @@ def find_faults(path: Path) -> list[str]:
 
 
 def check(rule: Callable[[Path], list[str]], verdict: str) -> NoReturn:
-    """Print the findings of `rule` in the package's files, or `verdict` if there are none, and exit."""
-    sources = [path for path in (ROOT / "tgis").rglob("*.py") if "pb" not in path.parts]
+    """Print the findings of `rule` in the packages' files, or `verdict` if there are none, and exit."""
+    sources = [path for each in PACKAGES for path in each.rglob("*.py") if "pb" not in path.parts]
     problems = [problem for path in sorted(sources) for problem in rule(path)]
     print("\n".join(problems) or f"{len(sources)} files {verdict}")
     sys.exit(bool(problems))

@@ -6,7 +6,7 @@
 set -eu
 root=$1 python=$2
 made=$root/.made
-sources="tgis protos pyproject.toml locks deployment/build.sh scripts/build_protos.py scripts/image_root.sh"
+sources="tgis client protos pyproject.toml locks deployment/build.sh scripts/build_protos.py scripts/image_root.sh"
 
 mkdir -p "$root"
 exec 9> "$root/.lock"

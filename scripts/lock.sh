@@ -23,11 +23,12 @@ compile() {
 # What torch's build for CUDA needs, and that for CPUs does not.
 printf '%s\n' cuda-bindings cuda-toolkit nvidia-cublas nvidia-cudnn-cu13 nvidia-cusparselt-cu13 \
     nvidia-nccl-cu13 nvidia-nvshmem-cu13 triton > "$excluded"
-compile service pyproject.toml --extra image -c constraints.txt --excludes "$excluded" --no-emit-package torch
+compile service pyproject.toml --extra image -c constraints.txt --excludes "$excluded" --no-emit-package torch \
+    --no-emit-package tgis-next-client
 
 # shellcheck disable=SC2046 # names have no spaces
 compile torch-cuda pyproject.toml --extra image -c constraints.txt -c locks/service.lock \
-    $(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' locks/service.lock)
+    --no-emit-package tgis-next-client $(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' locks/service.lock)
 
 # The files of a version never change, and the index is not everywhere within reach.
 torch=$(sed -n 's/^torch==//p' constraints.txt)

@@ -1,5 +1,6 @@
 """Whether a lock that does not hold what the project needs is found out."""
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,11 +14,15 @@ PROJECT = read_project(
 requires = ["builder>=1"]
 [project]
 classifiers = ["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"]
-dependencies = ["torch>=2.11", "first_one>=1", "newer; python_version >= '3.12'"]
+dependencies = ["torch>=2.11", "first_one>=1", "tgis-next-client", "newer; python_version >= '3.12'"]
 [project.optional-dependencies]
 image = ["tgis-next[more]"]
 more = ["second[fast]"]
 dev = ["unlocked"]
+""",
+    """
+[project]
+dependencies = ["below>=2; platform_machine == 'aarch64'"]
 """,
     "# a comment\ntorch==2.13.0\nunlocked==1\n",
 )
@@ -55,6 +60,7 @@ BROKEN = [
     ("service", "newer==1", "newer==1 ; python_version < '3.12'", "the project needs newer; python_version"),
     ("service", "'aarch64'", "'x86_64'", "first-one needs below>=2"),
     ("service", "below==3", "below==1", "first-one needs below>=2"),
+    ("service", "below==3", "below==1", "tgis-next-client needs below>=2"),
     ("service", f"speed==5 {HASH}\n", "", "second needs speed"),
     ("service", "speed==5", f"surplus==1 {HASH}\nspeed==5", "surplus is in the lock, and nothing needs it"),
     ("service", f"second==2 {HASH}", "second==2", "locks/service.lock: second has no hashes"),
@@ -91,6 +97,15 @@ def test_packages_that_are_not_installed_are_unknown() -> None:
 def test_a_lock_names_no_place(line: str) -> None:
     with pytest.raises(LockError):
         read_lock(f"{LOCKS['service']}{line}\n")
+
+
+def test_the_client_has_the_version_of_the_service() -> None:
+    service, client = (
+        tomllib.loads(Path(name).read_text())["project"]
+        for name in ("pyproject.toml", "client/pyproject.toml")
+    )
+    assert client["version"] == service["version"]
+    assert f"tgis-next-client=={client['version']}" in service["dependencies"]
 
 
 def test_the_locks_name_none() -> None:

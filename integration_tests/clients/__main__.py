@@ -29,6 +29,7 @@ CLIENTS = (
     "botocore",
     "lm-eval",
     "schemathesis",
+    "tgis-client",
 )
 GATEWAY = "smg"
 """Client that starts a gateway in front of services of its own."""

@@ -49,6 +49,8 @@ class Served:
     max_sequence_length: int
     completions: list[Completion]
     chats: list[ChatAnswer]
+    grpc_target: str = ""
+    """Host and port of the gRPC API."""
 
     @property
     def root(self) -> str:

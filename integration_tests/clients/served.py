@@ -88,7 +88,9 @@ def launch_served(
         names += ["--auth-tokens-path", str(keys)]
     for client in serve(model, *FLAGS, *names, *flags):
         url = f"{client.service.http}/v1"
-        yield Served(url, API_KEY, MODEL, str(model), max_sequence_length, completions, chats), client
+        target = f"127.0.0.1:{client.service.grpc_port}"
+        limits = (str(model), max_sequence_length)
+        yield Served(url, API_KEY, MODEL, *limits, completions, chats, target), client
 
 
 def expected_completions(oracle: Oracle) -> list[Completion]:

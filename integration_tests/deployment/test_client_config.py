@@ -10,12 +10,14 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from integration_tests.deployment.manifests.rendering import DEPLOYMENT, ROOT
+from tests.support.blocking_clients import CLIENTS
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import (
     GenerationServiceServicer,
     GenerationServiceStub,
     add_GenerationServiceServicer_to_server,
 )
+from tgis_client import UnavailableError
 
 pytestmark = pytest.mark.deploy
 
@@ -76,6 +78,22 @@ def test_backends_that_are_not_serving_get_no_calls(
         model_info(target, CONFIG)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     assert second.calls == 0
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_the_python_client_follows_it(
+    service: tuple[str, SecondTime, health.HealthServicer], name: str
+) -> None:
+    """The client makes calls again, and gRPC checks the health of backends."""
+    target, second, state = service
+    with CLIENTS[name](target, service_config=CONFIG) as client:
+        assert client.model_info().max_sequence_length == 7
+        assert second.calls == 2
+    state.set(NAME, health_pb2.HealthCheckResponse.NOT_SERVING)
+    with CLIENTS[name](target, service_config=CONFIG) as client:
+        with pytest.raises(UnavailableError) as error:
+            client.model_info()
+    assert (error.value.num_attempts, second.calls) == (4, 2)
 
 
 def test_an_invalid_service_config_fails_every_call(

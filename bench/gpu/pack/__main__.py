@@ -1,5 +1,5 @@
-"""`python -m bench.gpu.pack DIRECTORY`: create the pack of wheels, the generated `tgis/pb`, and compiled
-kernels, less than 50 MiB in total. This needs a package index, and no GPU."""
+"""`python -m bench.gpu.pack DIRECTORY`: create the pack of wheels, generated code, and compiled kernels, less
+than 50 MiB in total. This needs a package index, and no GPU."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from bench.gpu.pack.install import GENERATED
 from bench.gpu.pack.wheels import ROOT, TRITON_LOCK, download, list_names, read_lock
 
 MAX_BYTES = 50 << 20
@@ -21,7 +22,8 @@ def main() -> None:
     fresh.mkdir(parents=True)
     wheels = fresh / "wheels"
     download(list_names(), ROOT / "locks" / "service.lock", wheels)
-    shutil.copytree(ROOT / "tgis" / "pb", fresh / "pb", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, path in GENERATED.items():
+        shutil.copytree(ROOT / path, fresh / name, ignore=shutil.ignore_patterns("__pycache__"))
     compile_kernels(fresh / "triton")
     num_bytes = sum(path.stat().st_size for path in fresh.rglob("*") if path.is_file())
     if num_bytes > MAX_BYTES:

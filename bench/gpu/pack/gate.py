@@ -25,14 +25,14 @@ PROGRAMS = (
     "tgis.shard.kernels.cuda.check.self_check",
     "bench.load",
 )
-OWN = "tgis-next"
+OWN = frozenset({"tgis-next", "tgis-next-client"})
 
 
 class Gate(MetaPathFinder):
     """Import hook that refuses modules of packages that are not allowed."""
 
     def __init__(self, allowed: Iterable[str]):
-        names = {canonicalize_name(name) for name in allowed} | {OWN}
+        names = {canonicalize_name(name) for name in allowed} | OWN
         owners = importlib.metadata.packages_distributions()
         self._refused = {
             module: packages[0]

@@ -1,8 +1,8 @@
 """Installs a pack on the machine: `python -m bench.gpu.pack.install DIRECTORY`.
 
-Wheels go to DIRECTORY/site, which PYTHONPATH must include, `tgis/pb` into the checkout, and compiled kernels
-to the Python's cache. It imports nothing from the pack. Parts that cannot be installed are reported, and the
-run shows the consequences."""
+Wheels go to DIRECTORY/site, which PYTHONPATH must include, generated code into the checkout, and compiled
+kernels to the Python's cache. It imports nothing from the pack. Parts that cannot be installed are reported,
+and the run shows the consequences."""
 
 import shutil
 import subprocess
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+GENERATED = {"pb": "tgis/pb", "client-pb": "client/tgis_client/pb"}
+"""Folders of generated code, by their names in the pack."""
 
 
 def main() -> None:
@@ -20,7 +22,7 @@ def main() -> None:
         for wheel in sorted((pack / "wheels").glob("*.whl")):
             if not install_wheels(pack, [wheel]):
                 print(f"{wheel.name} is not installed", file=sys.stderr)
-    copies = {"pb": ROOT / "tgis" / "pb", "triton": Path(sys.prefix) / "triton"}
+    copies = {name: ROOT / path for name, path in GENERATED.items()} | {"triton": Path(sys.prefix) / "triton"}
     for name, target in copies.items():
         try:
             shutil.copytree(pack / name, target, dirs_exist_ok=True)

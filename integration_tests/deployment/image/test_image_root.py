@@ -30,7 +30,8 @@ def root() -> Path:
 
 def test_it_is_installed_and_not_linked(root: Path) -> None:
     [package] = root.glob("opt/tgis/lib/python3*/site-packages/tgis")
-    assert (package / "pb/generation_pb2.py").is_file()
+    for each in (package, package.with_name("tgis_client")):
+        assert (each / "pb/generation_pb2.py").is_file()
     assert str(Path.cwd()).encode() not in b"".join(
         path.read_bytes() for path in package.parent.glob("*.pth")
     )
@@ -45,7 +46,7 @@ def test_the_locks_have_all_that_is_in_it(root: Path) -> None:
     locked = [
         entry for name in (SERVICE, CPU) for entry in read_lock((ROOT / f"locks/{name}.lock").read_text())
     ]
-    del installed["tgis-next"]
+    del installed["tgis-next"], installed["tgis-next-client"]
     assert installed == {entry.name: entry.version for entry in locked if entry.applies({})}
 
 

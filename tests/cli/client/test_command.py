@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.canned_service import WORDS, CannedService, serve
+from tests.support.scripted_service import Failed, ScriptedService
 from tgis.cli.client.command import command as client
 from tgis.pb import generation_pb2 as pb
 
@@ -147,12 +148,56 @@ def test_options_without_a_message_field_are_metadata(
     given: tuple[str, ...],
     expected: dict[str, str | bytes],
 ) -> None:
-    result = run(target, command, "x", *given, "--token", "t")
+    result = run(target, command, "5", *given, "--token", "t")
     assert result.exit_code == 0
     assert ours(service.metadata[0]) == expected
     assert service.metadata[0]["authorization"] == "Bearer t"
     method = pb.SAMPLE if "--min-p" in given else pb.GREEDY
     assert service.asked[0].params.method == method
+
+
+OPTIONS: dict[tuple[str, ...], pb.Parameters] = {
+    ("--repetition-penalty", "1.5"): pb.Parameters(decoding=pb.DecodingParameters(repetition_penalty=1.5)),
+    ("--length-penalty", "20:1.25"): pb.Parameters(
+        decoding=pb.DecodingParameters(
+            length_penalty=pb.DecodingParameters.LengthPenalty(start_index=20, decay_factor=1.25)
+        )
+    ),
+    ("--json-object",): pb.Parameters(decoding=pb.DecodingParameters(format=pb.DecodingParameters.JSON)),
+    ("--time-limit-millis", "700"): pb.Parameters(stopping=pb.StoppingCriteria(time_limit_millis=700)),
+    ("--include-stop",): pb.Parameters(stopping=pb.StoppingCriteria(include_stop_sequence=True)),
+    ("--input-text",): pb.Parameters(response=pb.ResponseOptions(input_text=True)),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), OPTIONS.items())
+def test_other_options_reach_the_service(
+    service: CannedService, target: str, given: tuple[str, ...], expected: pb.Parameters
+) -> None:
+    run(target, "generate", "x", *given)
+    bare = pb.Parameters(
+        sampling=pb.SamplingParameters(),
+        stopping=pb.StoppingCriteria(),
+        response=pb.ResponseOptions(),
+        decoding=pb.DecodingParameters(),
+    )
+    bare.MergeFrom(expected)
+    assert service.asked[0].params == bare
+
+
+def test_it_waits_for_a_service_that_starts() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        result = run(f"127.0.0.1:{free.getsockname()[1]}", "info", "--wait", "0.2")
+    assert result.exit_code == 1
+    assert result.stderr == "error: UNAVAILABLE: the service did not become healthy within 0.2 s\n"
+
+
+def test_calls_are_sent_again_as_often_as_allowed() -> None:
+    for retries, exit_code in (("1", 0), ("0", 1)):
+        service = ScriptedService([Failed(grpc.StatusCode.UNAVAILABLE)])
+        with serve(service) as address:
+            assert run(address, "generate", "x", "--retries", retries).exit_code == exit_code
 
 
 CONSTRAINTS = [("--regex", "a"), ("--json-schema", "{}"), ("--grammar", "g"), ("--choice", "a")]
@@ -271,8 +316,8 @@ def test_tokenize_lists_tokens_and_bytes(target: str) -> None:
 
 
 def test_tokenize_in_ids_and_of_ids(service: CannedService, target: str) -> None:
-    assert run(target, "tokenize", "ab", "--input-ids").stdout.splitlines() == ["2 tokens", "a", "b"]
-    run(target, "tokenize", "ab", "--token-ids")
+    assert run(target, "tokenize", "57", "--input-ids").stdout.splitlines() == ["2 tokens", "5", "7"]
+    run(target, "tokenize", "12", "--token-ids")
     run(target, "tokenize", "ab")
     assert [each.return_offsets for each in service.asked] == [False, True, True]
     assert list(map(ours, service.metadata)) == [{"tgis-input": "ids"}, {"tgis-tokens": "ids"}, {}]
@@ -307,7 +352,7 @@ def test_a_call_ends_at_its_timeout() -> None:
 def test_a_refused_connection_is_one_line(arguments: list[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        result = run(f"127.0.0.1:{free.getsockname()[1]}", *arguments)
+        result = run(f"127.0.0.1:{free.getsockname()[1]}", *arguments, "--retries", "0")
     assert (result.exit_code, result.stdout.strip()) == (1, "")
     assert result.stderr.startswith("error: UNAVAILABLE: ")
     assert result.stderr.count("\n") == 1
@@ -340,10 +385,11 @@ def test_tls_with_a_client_certificate(certificate: tuple[Path, Path]) -> None:
         [(key.read_bytes(), cert.read_bytes())], cert.read_bytes(), require_client_auth=True
     )
     with serve(CannedService(), credentials) as address:
-        trusted = run(address, "info", "--ca-cert", str(cert), "--cert", str(cert), "--key", str(key))
-        anonymous = run(address, "info", "--ca-cert", str(cert))
-        plain = run(address, "info")
-        unknown = run(address, "info", "--tls")
+        once = ("info", "--retries", "0")
+        trusted = run(address, *once, "--ca-cert", str(cert), "--cert", str(cert), "--key", str(key))
+        anonymous = run(address, *once, "--ca-cert", str(cert))
+        plain = run(address, *once)
+        unknown = run(address, *once, "--tls")
     assert trusted.exit_code == 0
     assert [result.exit_code for result in (anonymous, plain, unknown)] == [1, 1, 1]
     assert all(result.stderr.startswith("error: UNAVAILABLE: ") for result in (anonymous, plain, unknown))
@@ -366,6 +412,10 @@ WRONG = [
     ["generate", "x", "--stop-token-id", "-1"],
     ["generate", "x", "--min-p", "a"],
     ["tokenize", "x", "--min-p", "0.5"],
+    ["tokenize", "5 x", "--input-ids"],
+    ["generate", "x", "--length-penalty", "20"],
+    ["generate", "x", "--json-object", "--regex", "a"],
+    ["info", "--retries", "-1"],
 ]
 
 

@@ -34,7 +34,7 @@ def copy_patched(directory: Path, edits: Edits) -> None:
 
 def run_patched(directory: Path, *arguments: str) -> str:
     """Run Python with the copied package and this repository's tests, and return its standard output."""
-    path = os.pathsep.join(map(str, (directory, ROOT)))
+    path = os.pathsep.join(map(str, (directory, ROOT, ROOT / "client")))
     result = subprocess.run(
         [sys.executable, *arguments],
         cwd=directory,

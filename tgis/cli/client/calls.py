@@ -1,44 +1,58 @@
-"""Calls the service and prints responses to stdout; a failed call raises CallError."""
+"""Calls the service and prints results to stdout; a failed call raises ServiceCallError."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import click
-import grpc
 
 from tgis.cli.client import printing
 from tgis.cli.client.options import (
     Connection,
     GenerationOptions,
-    Metadata,
     OutputOptions,
     TokenIdOptions,
-    build_metadata,
+    build_arguments,
     build_parameters,
-    build_token_id_metadata,
+    read_prompt,
 )
 from tgis.errors import OperatorError
 from tgis.logs import printable
-from tgis.pb import generation_pb2 as pb
-from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+from tgis_client import CallError, Client, RetryPolicy, SettingsError, Tls
 
 
-class CallError(OperatorError):
+class ServiceCallError(OperatorError):
     """Error when the service cannot be reached or returns an error."""
 
 
 @contextmanager
-def connect(connection: Connection) -> Iterator[GenerationServiceStub]:
-    """Yield a connected stub. Raises CallError if a call in the block fails."""
-    with _open_channel(connection) as channel:
-        try:
-            yield GenerationServiceStub(channel)
-        except grpc.RpcError as error:
-            if not isinstance(error, grpc.Call):
-                raise
-            raise CallError(f"{error.code().name}: {error.details() or 'no details'}") from error
+def connect(connection: Connection) -> Iterator[Client]:
+    """Yield a client. Raises ServiceCallError if a call in the block fails, and click.UsageError."""
+    try:
+        with _open_client(connection) as client:
+            if connection.wait is not None:
+                client.wait_until_healthy(connection.wait)
+            yield client
+    except CallError as error:
+        raise ServiceCallError(str(error)) from error
+    except SettingsError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _open_client(connection: Connection) -> Client:
+    files = (connection.ca_cert, connection.cert, connection.key)
+    if (connection.cert is None) != (connection.key is None):
+        raise click.UsageError("--cert and --key must be given together")
+    tls = None
+    if connection.tls or any(files):
+        tls = Tls(ca_cert=connection.ca_cert, cert=connection.cert, key=connection.key)
+    return Client(
+        connection.target,
+        tls=tls,
+        token=connection.token,
+        token_path=connection.token_path,
+        timeout=connection.timeout,
+        retry=RetryPolicy(max_attempts=1 + connection.retries),
+    )
 
 
 def generate(
@@ -48,29 +62,23 @@ def generate(
     output: OutputOptions,
     inputs: Sequence[str],
 ) -> None:
-    """Print one response per input, in order. Raises CallError."""
-    request = pb.BatchedGenerationRequest(
-        requests=[pb.GenerationRequest(text=text) for text in inputs],
-        params=build_parameters(options),
-        prefix_id=options.prefix_id,
-        adapter_id=options.adapter_id,
-    )
-    metadata = build_metadata(options) + build_token_id_metadata(ids)
-    with connect(connection) as stub:
-        answer, call = stub.Generate.with_call(request, **_call_options(connection, metadata))
-        trailers = call.trailing_metadata()
+    """Print one text per input, in order."""
+    parameters = build_parameters(options)
+    prompts = [read_prompt(text, ids) for text in inputs]
+    with connect(connection) as client:
+        generations = client.generate_batch(prompts, parameters, **build_arguments(options, ids))
     if output.json:
-        for response in answer.responses:
-            click.echo(printing.to_json(response))
+        for generation in generations:
+            click.echo(printing.to_json(generation))
         return
-    for text, response in zip(inputs, answer.responses, strict=True):
+    for text, generation in zip(inputs, generations, strict=True):
         if len(inputs) > 1:
             click.echo(f"--- {printable(text)}")
-        click.echo(response.text)
+        click.echo(generation.text)
         if options.details:
-            printing.print_details(response, response.tokens)
+            printing.print_details(generation)
     if options.details:
-        printing.print_trailers(trailers)
+        printing.print_report(generations[0].report)
 
 
 def stream(
@@ -80,83 +88,40 @@ def stream(
     output: OutputOptions,
     text: str,
 ) -> None:
-    """Print the response as it arrives. Raises CallError, also in the middle of a response."""
-    request = pb.SingleGenerationRequest(
-        request=pb.GenerationRequest(text=text),
-        params=build_parameters(options),
-        prefix_id=options.prefix_id,
-        adapter_id=options.adapter_id,
-    )
-    metadata = build_metadata(options) + build_token_id_metadata(ids)
-    with connect(connection) as stub:
-        messages = stub.GenerateStream(request, **_call_options(connection, metadata))
-        if output.json:
-            for message in messages:
-                click.echo(printing.to_json(message))
-            return
-        printing.print_stream(messages, options.details)
-        if options.details:
-            printing.print_trailers(messages.trailing_metadata())
+    """Print the text as it arrives. An error may occur in the middle of it."""
+    parameters, prompt = build_parameters(options), read_prompt(text, ids)
+    with connect(connection) as client:
+        with client.stream(prompt, parameters, **build_arguments(options, ids)) as parts:
+            if output.json:
+                for part in parts:
+                    click.echo(printing.to_json(part))
+                return
+            printing.print_texts(parts)
+            if options.details:
+                printing.print_details(parts.result)
+                printing.print_report(parts.result.report)
 
 
 def tokenize(
     connection: Connection, ids: TokenIdOptions, output: OutputOptions, inputs: Sequence[str]
 ) -> None:
-    """Print each input's token count and tokens, with offsets if the input is text. Raises CallError."""
-    request = pb.BatchedTokenizeRequest(
-        requests=[pb.TokenizeRequest(text=text) for text in inputs],
-        return_tokens=True,
-        return_offsets=not ids.input_ids,
-    )
-    with connect(connection) as stub:
-        call_options = _call_options(connection, build_token_id_metadata(ids))
-        responses = stub.Tokenize(request, **call_options).responses
-    for response in responses:
+    """Print each input's token count and tokens, with offsets if the input is text."""
+    prompts = [read_prompt(text, ids) for text in inputs]
+    with connect(connection) as client:
+        results = client.tokenize(prompts, offsets=not ids.input_ids, token_ids=ids.token_ids)
+    for tokenization in results:
         if output.json:
-            click.echo(printing.to_json(response))
+            click.echo(printing.to_json(tokenization))
         else:
-            printing.print_tokens(response)
+            printing.print_tokens(tokenization)
 
 
 def info(connection: Connection, output: OutputOptions) -> None:
-    """Print the model's kind and limits. Raises CallError."""
-    with connect(connection) as stub:
-        response = stub.ModelInfo(pb.ModelInfoRequest(), **_call_options(connection, []))
+    """Print the model's kind and limits."""
+    with connect(connection) as client:
+        model = client.model_info()
     if output.json:
-        click.echo(printing.to_json(response))
+        click.echo(printing.to_json(model))
         return
-    kind = pb.ModelInfoResponse.ModelKind.Name(response.model_kind)
-    limits = [[name, str(getattr(response, name))] for name in ("max_sequence_length", "max_new_tokens")]
-    click.echo(printing.format_table([["model_kind", kind], *limits]))
-
-
-def _open_channel(connection: Connection) -> grpc.Channel:
-    # The token details of long inputs exceed gRPC's default limit of 4 MiB.
-    options = [("grpc.max_receive_message_length", -1)]
-    files = (connection.ca_cert, connection.key, connection.cert)
-    if not connection.tls and not any(files):
-        return grpc.insecure_channel(connection.target, options)
-    if (connection.cert is None) != (connection.key is None):
-        raise click.UsageError("--cert and --key must be given together")
-    credentials = grpc.ssl_channel_credentials(*(_read(path) if path else None for path in files))
-    return grpc.secure_channel(connection.target, credentials, options)
-
-
-def _call_options(connection: Connection, metadata: Metadata) -> dict[str, Any]:
-    """Return a call's timeout and its metadata with the bearer token. Raises click.ClickException."""
-    token = connection.token
-    if connection.token_path:
-        first, *_ = _read(connection.token_path).splitlines() or [b""]
-        token = first.decode(errors="replace").strip()
-    if token is None:
-        return {"timeout": connection.timeout, "metadata": metadata}
-    if not token or not token.isascii() or not token.isprintable():
-        raise click.UsageError("the token must be a line of printable ASCII characters")
-    return {"timeout": connection.timeout, "metadata": [("authorization", f"Bearer {token}"), *metadata]}
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise click.FileError(path, error.strerror) from error
+    limits = [[name, str(getattr(model, name))] for name in ("max_sequence_length", "max_new_tokens")]
+    click.echo(printing.format_table([["model_kind", model.model_kind.name], *limits]))

@@ -1,20 +1,18 @@
-"""Declares the options of `tgis client`, and builds a call's parameters and metadata from them."""
+"""Declares the options of `tgis client`, and builds a call's parameters and arguments from them."""
 
 import os
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tgis.config.option import option
 from tgis.config.serving import MIN_PRIORITY
-from tgis.pb import generation_pb2 as pb
 from tgis.sampling_parameters import PARAMETERS, SHARED, Parameter
+from tgis_client import CallArguments, LengthPenalty, Parameters, Prompt
 
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
-
-Metadata = list[tuple[str, str | bytes]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +20,15 @@ class Connection:
     target: str = option("Host and port of the service.", "localhost:8033", env=False)
     timeout: float | None = option(
         "Maximum duration of a call, in seconds; unset: no limit.", None, env=False, minimum=0
+    )
+    retries: int = option(
+        "Maximum number of retries of a call that the service could not take.", 3, env=False, minimum=0
+    )
+    wait: float | None = option(
+        "Time, in seconds, to wait until the service is ready; unset: do not wait.",
+        None,
+        env=False,
+        minimum=0,
     )
     tls: bool = option("Use TLS; without --ca-cert, the system's CAs are trusted.", False, env=False)
     ca_cert: str | None = option("PEM file of the CAs to trust; implies --tls.", None, env=False)
@@ -68,11 +75,23 @@ class GenerationOptions(SamplingOptions):
     min_new_tokens: int | None = option(
         "Minimum number of tokens to generate.", None, env=False, minimum=0, maximum=MAX_UINT32
     )
+    time_limit_millis: int | None = option(
+        "End the text after this time, in milliseconds.", None, env=False, minimum=0, maximum=MAX_UINT32
+    )
+    repetition_penalty: float | None = option(
+        "Make tokens that have occurred less likely by this factor.", None, env=False
+    )
+    length_penalty: str | None = option(
+        "START:FACTOR: make the end more likely by FACTOR with each token after START tokens.",
+        None,
+        env=False,
+    )
     logit_bias: tuple[str, ...] = option(
         "ID:BIAS: add BIAS to the logit of token ID; may be repeated.", (), env=False
     )
     watermark: bool = option("Mark the text with the service's watermark.", False, env=False)
     stop: tuple[str, ...] = option("Stop after this text; may be repeated.", (), env=False)
+    include_stop: bool = option("Keep the text of --stop at the end of the text.", False, env=False)
     stop_token_id: tuple[int, ...] = option(
         "Stop at this token id; may be repeated.", (), env=False, minimum=0, maximum=MAX_UINT32
     )
@@ -81,6 +100,8 @@ class GenerationOptions(SamplingOptions):
     json_schema: str | None = option("Generate JSON that matches this JSON Schema.", None, env=False)
     grammar: str | None = option("Generate text that matches this grammar, in Lark or GBNF.", None, env=False)
     choice: tuple[str, ...] = option("Generate one of these texts; repeat for each text.", (), env=False)
+    json_object: bool = option("Generate any JSON object.", False, env=False)
+    input_text: bool = option("Print the input before its text.", False, env=False)
     truncate_input_tokens: int | None = option(
         "Keep only the last N tokens of an input; unset or 0: all.",
         None,
@@ -123,75 +144,85 @@ class TokenIdOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    json: bool = option("Print the service's messages as JSON, one per line.", False, env=False)
+    json: bool = option("Print results as JSON, one per line.", False, env=False)
 
 
-def build_parameters(options: GenerationOptions) -> pb.Parameters:
-    """Return the parameters that have a field in fmaas's messages. Raises click.UsageError."""
-    given = [each for each in _SAMPLING if getattr(options, each.name) is not None]
-    return pb.Parameters(
-        method=pb.SAMPLE if any(each.random_only for each in given) else pb.GREEDY,
-        sampling=pb.SamplingParameters(
-            **{each.name: getattr(options, each.name) for each in given if each not in SHARED}
-        ),
-        stopping=pb.StoppingCriteria(
-            max_new_tokens=options.max_new_tokens,
-            min_new_tokens=options.min_new_tokens,
-            stop_sequences=options.stop,
-        ),
-        decoding=_build_decoding(options),
-        response=pb.ResponseOptions(
-            generated_tokens=options.details,
-            token_logprobs=options.details,
-            token_ranks=options.details,
-            top_n_tokens=options.top_n if options.details else 0,
-        ),
-        truncate_input_tokens=options.truncate_input_tokens,
-    )
-
-
-def _build_decoding(options: GenerationOptions) -> pb.DecodingParameters:
+def build_parameters(options: GenerationOptions) -> Parameters:
+    """Return the client's parameters. Raises click.UsageError."""
+    given = {each.name: getattr(options, each.name) for each in _SAMPLING}
+    known = {each.name for each in fields(Parameters)}
+    is_random = any(each.random_only and given[each.name] is not None for each in _SAMPLING)
     constraints = (options.regex, options.json_schema, options.grammar, options.choice or None)
-    if sum(one is not None for one in constraints) > 1:
-        raise click.UsageError("--regex, --json-schema, --grammar and --choice exclude each other")
-    choices = pb.DecodingParameters.StringChoices(choices=options.choice) if options.choice else None
-    return pb.DecodingParameters(
+    if sum(one is not None for one in constraints) + options.json_object > 1:
+        raise click.UsageError(
+            "--regex, --json-schema, --grammar, --choice and --json-object exclude each other"
+        )
+    return Parameters(
+        **{name: value for name, value in given.items() if name in known},
+        sample=is_random or None,
+        max_new_tokens=options.max_new_tokens,
+        min_new_tokens=options.min_new_tokens,
+        time_limit_millis=options.time_limit_millis,
+        repetition_penalty=options.repetition_penalty,
+        length_penalty=_read_length_penalty(options.length_penalty),
+        logit_bias=dict(map(_read_bias, options.logit_bias)),
+        watermark=options.watermark,
+        stop_sequences=options.stop,
+        include_stop_sequence=options.include_stop or None,
+        stop_token_ids=options.stop_token_id,
+        ignore_eos=options.ignore_eos,
         regex=options.regex,
         json_schema=options.json_schema,
         grammar=options.grammar,
-        choice=choices,
+        choices=options.choice,
+        json_object=options.json_object,
+        input_text=options.input_text,
+        truncate_input_tokens=options.truncate_input_tokens,
+        tokens=options.details,
+        logprobs=options.details,
+        ranks=options.details,
+        top_n_tokens=options.top_n if options.details else 0,
     )
 
 
-def build_metadata(options: GenerationOptions) -> Metadata:
-    """Return the parameters that have no field in fmaas's messages, as metadata. Raises click.UsageError."""
-    texts = {
-        "tgis-logit-bias": ",".join(map(_format_bias, options.logit_bias)),
-        **{each.metadata_key: _format_number(getattr(options, each.name)) for each in SHARED},
-        "tgis-stop-token-ids": ",".join(map(str, options.stop_token_id)),
-        "tgis-ignore-eos": "true" if options.ignore_eos else "",
-        "tgis-watermark": "true" if options.watermark else "",
-        "tgis-priority": "" if options.priority is None else str(options.priority),
+def build_arguments(options: GenerationOptions, ids: TokenIdOptions) -> CallArguments:
+    """Return the call's other arguments. Sampling parameters that the client does not know are metadata."""
+    known = {each.name for each in fields(Parameters)}
+    unknown = [each for each in SHARED if each.name not in known]
+    given = ((each.metadata_key, getattr(options, each.name)) for each in unknown)
+    return {
+        "prefix_id": options.prefix_id,
+        "adapter_id": options.adapter_id,
+        "priority": options.priority,
+        "cache_salt": None if options.cache_salt is None else os.fsencode(options.cache_salt),
+        "token_ids": ids.token_ids,
+        "metadata": [(key, str(value)) for key, value in given if value is not None],
     }
-    metadata: Metadata = [(key, text) for key, text in texts.items() if text]
-    if options.cache_salt is not None:
-        # Unlike tgis-cache-salt, this key accepts any bytes.
-        metadata.append(("tgis-cache-salt-bin", os.fsencode(options.cache_salt)))
-    return metadata
 
 
-def build_token_id_metadata(options: TokenIdOptions) -> Metadata:
-    switches = {"tgis-input": options.input_ids, "tgis-tokens": options.token_ids}
-    return [(key, "ids") for key, is_on in switches.items() if is_on]
+def read_prompt(text: str, options: TokenIdOptions) -> Prompt:
+    """Return the text, or its token ids. Raises click.UsageError."""
+    if not options.input_ids:
+        return text
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError as error:
+        raise click.UsageError("with --input-ids, TEXT must be decimal numbers, for example '5 6'") from error
 
 
-def _format_bias(text: str) -> str:
+def _read_bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition(":")
     try:
-        return f"{int(token_id)}:{float(bias)}"
+        return int(token_id), float(bias)
     except ValueError as error:
         raise click.UsageError("--logit-bias must be ID:BIAS, for example 17:-100") from error
 
 
-def _format_number(value: float | None) -> str:
-    return "" if value is None else str(value)
+def _read_length_penalty(text: str | None) -> LengthPenalty | None:
+    if text is None:
+        return None
+    start, _, factor = text.partition(":")
+    try:
+        return LengthPenalty(int(start), float(factor))
+    except ValueError as error:
+        raise click.UsageError("--length-penalty must be START:FACTOR, for example 20:1.05") from error

@@ -1,32 +1,38 @@
-"""Prints responses to stdout."""
+"""Prints results to stdout."""
 
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from enum import Enum
+from typing import Any
 
 import click
-from google.protobuf.json_format import MessageToJson
-from google.protobuf.message import Message
 
 from tgis.logs import printable
-from tgis.pb import generation_pb2 as pb
+from tgis_client import CallReport, Generation, ModelInfo, Offset, Token, Tokenization
 
-TRAILERS = {
-    "tgis-queue-ms": "{} ms in the queue",
-    "tgis-first-token-ms": "first token after {} ms",
-    "tgis-total-ms": "{} ms in total",
-    "tgis-cached-tokens": "{} cached input tokens",
+REPORT = {
+    "queue_ms": "{} ms in the queue",
+    "first_token_ms": "first token after {} ms",
+    "total_ms": "{} ms in total",
+    "cached_tokens": "{} cached input tokens",
 }
-"""Keys of trailing metadata that are printed, in this order."""
+"""Values of a call's report that are printed, in this order."""
 
 
-def to_json(message: Message) -> str:
-    """Format the message as one line of JSON, with the proto's field names and with default values."""
-    return MessageToJson(
-        message,
-        indent=None,
-        preserving_proto_field_name=True,
-        always_print_fields_with_no_presence=True,
-        ensure_ascii=False,
-    )
+def to_json(result: Generation | Tokenization | ModelInfo) -> str:
+    """Format the result as one line of JSON, with the names of fmaas's fields."""
+    return json.dumps(_plain(asdict(result)), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items() if each is not None}
+    if isinstance(value, Offset):
+        return value._asdict()
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value.name if isinstance(value, Enum) else value
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
@@ -36,48 +42,43 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def print_stream(messages: Iterable[pb.GenerationResponse], details: bool) -> None:
-    tokens: list[pb.TokenInfo] = []
-    summary = pb.GenerationResponse()
+def print_texts(parts: Iterable[Generation]) -> None:
     try:
-        for message in messages:
+        for part in parts:
             # echo flushes, so a pipe also receives the text as it arrives.
-            click.echo(message.text, nl=False)
-            tokens.extend(message.tokens)
-            # Only some messages contain the counts and the stop reason; the last value is kept.
-            summary.MergeFrom(message)
+            click.echo(part.text, nl=False)
     finally:
         click.echo()
-    if details:
-        print_details(summary, tokens)
 
 
-def print_details(response: pb.GenerationResponse, tokens: Iterable[pb.TokenInfo]) -> None:
+def print_details(generation: Generation) -> None:
     head = ["token", "logprob", "rank", "likeliest"]
     rows = [
         [printable(token.text), f"{token.logprob:.4f}", str(token.rank), _format_top_tokens(token)]
-        for token in tokens
+        for token in generation.tokens
     ]
-    counts = f"{response.input_token_count} input tokens, {response.generated_token_count} generated"
-    click.echo(f"\n{pb.StopReason.Name(response.stop_reason)}: {counts}, seed {response.seed}")
+    counts = f"{generation.input_token_count} input tokens, {generation.generated_token_count} generated"
+    click.echo(f"\n{generation.stop_reason.name}: {counts}, seed {generation.seed}")
     click.echo(format_table([head, *rows]))
 
 
-def _format_top_tokens(token: pb.TokenInfo) -> str:
+def _format_top_tokens(token: Token) -> str:
     return "  ".join(f"{printable(top.text)} {top.logprob:.4f}" for top in token.top_tokens)
 
 
-def print_trailers(metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    """Print the timings and counts in a call's trailing metadata, if there are any."""
-    values = dict(metadata)
-    parts = [text.format(values[key]) for key, text in TRAILERS.items() if key in values]
+def print_report(report: CallReport) -> None:
+    """Print the times and counts that the service sent, if there are any."""
+    values = {name: getattr(report, name) for name in REPORT}
+    parts = [text.format(values[name]) for name, text in REPORT.items() if values[name] is not None]
     if parts:
         click.echo(f"\n{', '.join(parts)}")
 
 
-def print_tokens(response: pb.TokenizeResponse) -> None:
-    """Print the token count and the tokens, with byte offsets (UTF-8) if the response has them."""
-    click.echo(f"{response.token_count} tokens")
-    offsets = [[str(at.start), str(at.end)] for at in response.offsets] or [[] for _ in response.tokens]
-    spans = zip(response.tokens, offsets, strict=True)
+def print_tokens(tokenization: Tokenization) -> None:
+    """Print the token count and the tokens, with byte offsets (UTF-8) if there are any."""
+    click.echo(f"{tokenization.token_count} tokens")
+    offsets = [[str(at.start), str(at.end)] for at in tokenization.offsets] or [
+        [] for _ in tokenization.tokens
+    ]
+    spans = zip(tokenization.tokens, offsets, strict=True)
     click.echo(format_table([[printable(token), *at] for token, at in spans]))
