@@ -301,7 +301,7 @@ def test_the_list_hides_nothing_that_a_model_needs() -> None:
                 continue
     parts = tuple(
         prefix + part
-        for part in ("vision_tower.", "vision_model.", "embed_vision.", "multi_modal_projector.")
+        for part in ("vision_tower.", "vision_model.", "visual.", "embed_vision.", "multi_modal_projector.")
         for prefix in ("", "model.")
     )
     seen = {name for name in hidden if name.startswith(parts)}
