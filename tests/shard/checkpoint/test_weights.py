@@ -14,7 +14,7 @@ from tests.support.shard.stored_tensors import SOURCES, check_slices, fail, save
 from tgis.shard.checkpoint import files
 from tgis.shard.checkpoint.opening import count_elements
 from tgis.shard.checkpoint.tensors import WeightsError, read_pieces
-from tgis.shard.checkpoint.weights import Source, Weights, expert, grouped, stack, transposed
+from tgis.shard.checkpoint.weights import Source, Weights, by_group, expert, grouped, stack, transposed
 from tgis.shard.memory.host_limits import HostMemory
 
 
@@ -289,6 +289,20 @@ def test_rows_that_are_no_groups(rows: int, tmp_path: Path) -> None:
     weights = written(tmp_path, {"qkv": grouped("qkv", 3, 2)}, qkv__weight=torch.zeros(rows, 4))
     with pytest.raises(WeightsError, match=rf"has shape \[{rows}, 4\], not rows of 3 groups of queries"):
         weights.find("qkv.weight", (rows, 4))
+
+
+def test_parts_of_groups_are_joined_in_any_order(tmp_path: Path) -> None:
+    stored = torch.arange(12.0).view(6, 2)  # two groups, whose parts have one row and two
+    sources = {"all": by_group("one", 2, [1, 2], [1, 0]), "last": by_group("one", 2, [1, 2], [1])}
+    weights = written(tmp_path, sources, one__weight=stored)
+    assert weights.find("all.weight", (6, 2)).read().equal(stored[[1, 2, 4, 5, 0, 3]])
+    assert weights.find("last.weight", (4, 2)).read().equal(stored[[1, 2, 4, 5]])
+
+
+def test_rows_that_are_no_groups_of_parts(tmp_path: Path) -> None:
+    weights = written(tmp_path, {"all": by_group("one", 2, [1, 2], [1, 0])}, one__weight=torch.zeros(7, 2))
+    with pytest.raises(WeightsError, match=r"has shape \[7, 2\], not rows of 2 groups of 3$"):
+        weights.find("all.weight", (7, 2))
 
 
 @pytest.mark.parametrize("is_pickle", [False, True])

@@ -35,7 +35,7 @@ def test_the_share_is_that_of_the_models_matrices(name: str, tmp_path: Path) -> 
     cuts = build_skeleton(tmp_path, config, torch.float32).parts.cuts
     total, sensitive = 0, 0
     for path, cut in cuts.items():
-        if "blocks" in path and not path.endswith(("router", "keys", "values", "gate", "gates")):
+        if "blocks" in path and not path.endswith(("router", "keys", "values", "shared_gate", "gates")):
             total += prod(cut.shape)
             rows = range(cut.shape[0])[rule.find_rows(path, cut.shape[0])]
             sensitive += len(rows) * cut.shape[1]

@@ -45,6 +45,7 @@ PUBLISHED = {
     "mistral": ("vision_tower.ln_pre.weight", "multi_modal_projector.linear_1.weight", "value_head.weight"),
     "qwen2": ("model.layers.0.self_attn.rotary_emb.inv_freq", "visual.merger.mlp.0.weight", "score.weight"),
     "qwen3": ("classifier.weight", "mtp.layers.0.input_layernorm.weight"),
+    "qwen3_5": ("mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "model.visual.patch_embed.proj.bias"),
     "granite": ("speculator.head.0.weight", "lm_head.weight"),
     "gemma3": (
         "vision_tower.vision_model.post_layernorm.bias",
@@ -301,7 +302,7 @@ def test_the_list_hides_nothing_that_a_model_needs() -> None:
                 continue
     parts = tuple(
         prefix + part
-        for part in ("vision_tower.", "vision_model.", "embed_vision.", "multi_modal_projector.")
+        for part in ("vision_tower.", "vision_model.", "visual.", "embed_vision.", "multi_modal_projector.")
         for prefix in ("", "model.")
     )
     seen = {name for name in hidden if name.startswith(parts)}
