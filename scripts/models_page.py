@@ -26,10 +26,11 @@ measured only with models of Llama's shape and Gemma 3.
 ## Models that keep a state
 
 Models with Mamba layers (Granite 4, Nemotron-H, Falcon H1, Mamba 2) keep a state for each sequence, in float32 and in
-addition to the keys and values of their attention layers: 56 MiB for `granite-4.0-h-tiny`. At startup, a shard reserves states for `--max-batch-size`
-sequences and as many snapshots, but at most half of the cache's memory, or what the blocks leave. If there are fewer
-states than sequences, the others wait. The log reports the number and size; `tgi_state_usage_ratio` and
-`tgi_state_snapshots` report their use ([how it works](how-it-works.md)). `--kv-cache-memory-fraction` increases both.
+addition to the keys and values of their attention layers: 56 MiB for `granite-4.0-h-tiny`. At startup, a shard reserves
+states for `--max-batch-size` sequences and as many snapshots, but at most half of the cache's memory, or what the blocks
+leave. If there are fewer states than sequences, the others wait. The log reports the number and size;
+`tgi_state_usage_ratio` and `tgi_state_snapshots` report their use ([how it works](how-it-works.md)).
+`--kv-cache-memory-fraction` increases both.
 
 Drafts (`--speculate`) are off for these models, with a warning. The numbers of heads and groups of Mamba layers must be
 divisible by the number of shards, but shards may share a group. Weights of Mamba's convolution and decays are always
@@ -100,7 +101,9 @@ If a model cannot be split, the service refuses it with an error that contains i
 ## Soft prompts and adapters
 
 Soft prompts may be for the decoder, the encoder or both. Adapters may change any linear layers, the token embedding and
-the head, under PEFT's names of these modules.
+the head, under PEFT's names of these modules. PEFT itself refuses adapters of `out_proj` in models with Mamba layers. In
+training a soft prompt, PEFT leaves out the factor of Falcon H1's embeddings, `embedding_multiplier`; this service always
+multiplies the embeddings of tokens by it, and never those of the prompt.
 
 ## Everything else
 

@@ -19,7 +19,9 @@ EXCLUDED: dict[str, Any] = {
     "llama4": ["router"],
     "llama4_text": ["router"],
     "gemma4": r".*vision_tower.*",
-    **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2"), ["out_proj"]),
+    "nemotron_h": ["out_proj"],
+    "falcon_h1": ["out_proj"],
+    "mamba2": ["out_proj"],
 }
 # Parameters that "all-linear" omits although they are linear layers.
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "router.weight"]
