@@ -19,6 +19,7 @@ from integration_tests.support.served_models import FLAGS, VOCAB_SIZE, Served
 from integration_tests.support.service import Client, launch
 from tests.support.greedy import generate
 from tests.support.shard.checkpoints import SMALL, write_model
+from tests.support.shard.family_cases.hybrids import mamba2
 from tests.support.shard.family_cases.llamas import delta_net, hybrid, long_rope
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
@@ -57,6 +58,7 @@ SLOW = {
     "mixtral, two shards",
     "granite 4, two shards",
     "qwen 3.5, two shards",
+    "mamba 2",
     "phi3",
     "truncated",
     "incomplete",
@@ -68,6 +70,7 @@ KINDS = {
     "mixtral, two shards": Kind(lambda: transformers.MixtralConfig(**SIZES, **EXPERTS), ["--num-shard", "2"]),
     "granite 4, two shards": Kind(granite_4, ["--num-shard", "2"]),
     "qwen 3.5, two shards": Kind(qwen_3_5, ["--num-shard", "2"]),
+    "mamba 2": Kind(lambda: transformers.Mamba2Config(**{**mamba2(), **SIZES})),
     "phi3": Kind(phi3),
     "stablelm": Kind(lambda: transformers.StableLmConfig(**SIZES), env=THROUGH_TRANSFORMERS),
 }

@@ -104,7 +104,9 @@ If a model cannot be split, the service refuses it with an error that contains i
 ## Soft prompts and adapters
 
 Soft prompts may be for the decoder, the encoder or both. Adapters may change any linear layers, the token embedding and
-the head, under PEFT's names of these modules.
+the head, under PEFT's names of these modules. PEFT itself refuses adapters of `out_proj` in models with Mamba layers. In
+training a soft prompt, PEFT leaves out the factor of Falcon H1's embeddings, `embedding_multiplier`; this service always
+multiplies the embeddings of tokens by it, and never those of the prompt.
 
 ## Everything else
 

@@ -11,6 +11,7 @@ import transformers
 from tests.support.greedy import generate
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import configure
+from tests.support.shard.family_cases.hybrids import CASES
 from tests.support.shard.family_cases.llamas import hybrid
 from tests.support.shard.family_oracle import describe, load_model
 from tests.support.shard.scheduled import Service, compute_alone, draw_ids, greedy, results
@@ -63,7 +64,22 @@ def test_prompts_of_every_length_equal_transformers(checkpoint: Path, runner: Mo
 
 @pytest.mark.parametrize("seed", range(4))
 def test_results_never_depend_on_scheduling(runner: ModelRunner, seed: int) -> None:
-    """Few blocks and slots, shared prefixes, random chunks, and a shard that is lost now and then."""
+    check_scheduling(runner, seed)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["mamba2", *(pytest.param(case, marks=pytest.mark.slow) for case in ("nemotron_h_experts", "falcon_h1"))],
+)
+def test_results_of_other_families_never_depend_on_scheduling(case: str, tmp_path: Path) -> None:
+    write_model(tmp_path, CASES[case]())
+    options = {"block_size": BLOCK, "kv_cache_tokens": 1024, "dtype": "float32"}
+    check_scheduling(load(configure(tmp_path, **options)), 1)
+
+
+def check_scheduling(runner: ModelRunner, seed: int) -> None:
+    """Compare with few blocks and slots, shared prefixes, random chunks, and a shard that is lost now and
+    then."""
     rng = random.Random(seed)
     prefixes = [draw_ids(seed + i, 40) for i in range(2)]
     prompts = [rng.choice(prefixes)[: rng.randint(1, 40)] + draw_ids(i, rng.randint(1, 9)) for i in range(10)]

@@ -9,6 +9,7 @@ import transformers
 
 from tests.support.shard import stepping
 from tests.support.shard.checkpoints import SMALL, write_model
+from tests.support.shard.family_cases.hybrids import CASES as HYBRIDS
 from tests.support.shard.family_cases.llamas import CASES
 from tgis.shard.models import registry
 from tgis.shard.models.sensitive_weights import describe_sensitivity, measure_sensitive_share
@@ -22,6 +23,9 @@ CONFIGS = {
     "gemma4_experts": CASES["gemma4_text_experts"](),
     "deepseek_v3": CASES["deepseek_v3"](),
     "qwen3_next": CASES["qwen3_next"](),
+    "nemotron_h": HYBRIDS["nemotron_h_latent_experts_biases"](),
+    "falcon_h1": HYBRIDS["falcon_h1"](),
+    "mamba2": HYBRIDS["mamba2"](),
     "t5": transformers.T5Config(**T5, num_decoder_layers=2, decoder_start_token_id=0),
 }
 

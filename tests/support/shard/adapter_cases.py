@@ -21,7 +21,9 @@ EXCLUDED: dict[str, Any] = {
     "gemma4": r".*vision_tower.*",
     "qwen3_5": r".*visual.*",
     "qwen3_5_moe": r".*visual.*",
-    **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2"), ["out_proj"]),
+    "nemotron_h": ["out_proj"],
+    "falcon_h1": ["out_proj"],
+    "mamba2": ["out_proj"],
 }
 # Parameters that "all-linear" omits although they are linear layers.
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "router.weight"]

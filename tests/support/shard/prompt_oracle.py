@@ -97,8 +97,8 @@ class PromptOracle:
 
 
 def scale_table(model: Any) -> None:
-    """Multiply the table by the factor of embeddings, which transformers does not apply to the embeddings that
-    peft passes."""
+    """Multiply the table by the factor of embeddings, which transformers does not apply to what peft
+    embeds."""
     text, table = model.get_decoder(), model.get_input_embeddings()
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())  # it may be the table

@@ -23,7 +23,7 @@ def nemotron_experts(kinds: list[str], **overrides: Any) -> dict[str, Any]:
 
 
 def falcon_h1(**overrides: Any) -> dict[str, Any]:
-    mamba = {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_state": 16, "mamba_chunk_size": 8}
+    mamba = {"mamba_d_ssm": 48, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
     factors = {
         "embedding_multiplier": 3.0,
         "lm_head_multiplier": 0.6,
@@ -50,7 +50,7 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         **nemotron_experts(
             [MAMBA, EXPERTS, ATTENTION, EXPERTS],
             n_groups=1,
-            moe_latent_size=20,
+            moe_latent_size=24,
             n_group=4,
             topk_group=2,
             use_bias=True,

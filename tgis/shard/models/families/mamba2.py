@@ -4,7 +4,7 @@ from tgis.shard.checkpoint.weights import Source, first_of
 from tgis.shard.models.config_reader import Config, integer, number, refuse_others
 from tgis.shard.models.families import granitemoehybrid
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.spec import DecoderSpec, MambaSpec
+from tgis.shard.models.spec import Branches, DecoderSpec, MambaSpec
 
 MODEL_TYPES: tuple[str, ...] = ("mamba2",)
 
@@ -12,6 +12,7 @@ MODEL_TYPES: tuple[str, ...] = ("mamba2",)
 def spec(config: Config) -> DecoderSpec:
     refuse_others(config, hidden_act="silu")
     num_layers = integer(config, "num_hidden_layers", 64)
+    branches: tuple[Branches, ...] = ("mixer",) * num_layers
     return DecoderSpec(
         num_layers=num_layers,
         hidden_size=integer(config, "hidden_size", 4096),
@@ -21,7 +22,7 @@ def spec(config: Config) -> DecoderSpec:
         intermediate_size=0,
         vocab_size=integer(config, "vocab_size", 32768),
         norm_eps=number(config, "layer_norm_epsilon", 1e-5),
-        branches=("mixer",) * num_layers,
+        branches=branches,
         mamba=_mamba(config, num_layers),
         tie_embeddings=bool(config.get("tie_word_embeddings")),
     )

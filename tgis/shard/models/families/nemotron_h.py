@@ -95,9 +95,9 @@ def _mamba(config: Config, kinds: list[str]) -> MambaSpec | None:
     layers = frozenset(i for i, kind in enumerate(kinds) if kind == MAMBA)
     if not layers:
         return None
-    head_dim = integer(config, "mamba_head_dim", 64)
+    num_heads, head_dim = integer(config, "mamba_num_heads", 128), integer(config, "mamba_head_dim", 64)
     renamed = {
-        "mamba_n_heads": integer(config, "mamba_num_heads", 128),
+        "mamba_n_heads": num_heads,
         "mamba_d_head": head_dim,
         "mamba_n_groups": integer(config, "n_groups", 8),
         "mamba_d_state": integer(config, "ssm_state_size", 128),
@@ -107,7 +107,7 @@ def _mamba(config: Config, kinds: list[str]) -> MambaSpec | None:
         # transformers raises the steps of prompts to `time_step_min`, but not those of generated tokens.
         "time_step_limit": config.get("time_step_limit"),
     }
-    return granitemoehybrid.read_mamba(renamed, layers, renamed["mamba_n_heads"] * head_dim)
+    return granitemoehybrid.read_mamba(renamed, layers, num_heads * head_dim)
 
 
 def _experts(config: Config, kinds: list[str]) -> Experts:
