@@ -23,11 +23,13 @@ logger = logging.getLogger(__name__)
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*\.gguf)?")
 TRUE = ("1", "ON", "YES", "TRUE")  # values that huggingface_hub accepts as true, in upper or lower case
 ADAPTER_FILES = ".safetensors,.json"
+SPECULATOR_FILES = ".safetensors,.bin,.pt,.json"
 TOKENIZER_FILES = ".json,.jinja,.model,.txt,.tiktoken"
 
 
 async def download_missing(config: LauncherConfig) -> None:
-    """Download the model, the tokenizer and the adapters that are ids of a hub and missing from its cache.
+    """Download the model, the tokenizer, the speculator and the adapters that are ids of a hub and missing
+    from its cache.
 
     Without `--compat`, or offline, nothing is downloaded. Raises LaunchError, CacheConflictError and
     ModelNotFoundError."""
@@ -50,6 +52,8 @@ def _missing(config: LauncherConfig, cache: Path) -> Iterator[list[str]]:
         yield _arguments(config.model_name, config.revision)
     if (name := config.tokenizer_name) and _lacks(name, find_snapshot(cache_entry(name, cache), None)):
         yield [*_arguments(name, None), "--extension", TOKENIZER_FILES, "--no-auto-convert"]
+    if (name := config.speculator) and _lacks(name, find_snapshot(cache_entry(name, cache), None)):
+        yield [*_arguments(name, None), "--extension", SPECULATOR_FILES, "--no-auto-convert"]
     for entry in map(str.strip, (config.lora_adapters or "").split(",")):
         name, _, revision = entry.partition("@")
         snapshot = find_snapshot(cache_entry(name, cache), revision or None)
