@@ -1,5 +1,5 @@
-"""Trains an MLP speculator or Medusa heads for a model on its own answers, so that speculation can be measured
-on real text. The prompts are about sections of this repository's documentation; every tenth is held out."""
+"""Trains an MLP speculator and Medusa heads for a model on its own answers, to measure speculation on real
+text. The prompts are about sections of this repository's documentation; every tenth is held out."""
 
 import argparse
 import json
@@ -66,9 +66,7 @@ class Runner:
         self.model: Any = registry.load(directory, settings, ALONE, torch.float32)
         assert isinstance(self.model, Decoder)
         self._num_blocks = -(-(MAX_PROMPT_TOKENS + NEW_TOKENS) // BLOCK_SIZE)
-        cache = allocate_cache(
-            self.model.spec, ALONE, NUM_ROWS * self._num_blocks, BLOCK_SIZE, torch.float32
-        )
+        cache = allocate_cache(self.model.spec, ALONE, NUM_ROWS * self._num_blocks, BLOCK_SIZE, torch.float32)
         self._attention: Attention = open_attention(cache, CpuAttention)
 
     @torch.inference_mode()
@@ -76,9 +74,7 @@ class Runner:
         """Compute the tokens of each row from `start` on. Return their final states, [num_tokens, width]."""
         new = [ids[begin:] for ids, begin in zip(token_ids, start, strict=True)]
         tables = [range(row * self._num_blocks, (row + 1) * self._num_blocks) for row in rows]
-        positions = [
-            torch.arange(begin, len(ids)) for ids, begin in zip(token_ids, start, strict=True)
-        ]
+        positions = [torch.arange(begin, len(ids)) for ids, begin in zip(token_ids, start, strict=True)]
         layout = StepLayout(
             torch.tensor([0, *map(len, new)]).cumsum(0).to(torch.int32),
             torch.cat(positions),
@@ -137,12 +133,16 @@ class MLPHeads(nn.Module):
     def __init__(self, width: int, vocab_size: int, inner_dim: int, known: Tensor) -> None:
         super().__init__()
         self.inner_dim, self.vocab_size, self.width, self.known = inner_dim, vocab_size, width, known
-        self.emb = nn.ParameterList(torch.randn(vocab_size, inner_dim) * inner_dim**-0.5 for _ in range(NUM_TOKENS))
+        self.emb = nn.ParameterList(
+            torch.randn(vocab_size, inner_dim) * inner_dim**-0.5 for _ in range(NUM_TOKENS)
+        )
         widths = [width, *[inner_dim] * (NUM_TOKENS - 1)]
         self.proj = nn.ParameterList(torch.randn(inner_dim, each) * each**-0.5 for each in widths)
         self.ln = nn.ParameterList(torch.ones(inner_dim) for _ in range(NUM_TOKENS))
         self.shift = nn.ParameterList(torch.zeros(inner_dim) for _ in range(NUM_TOKENS))
-        self.head = nn.ParameterList(torch.randn(len(known), inner_dim) * inner_dim**-0.5 for _ in range(NUM_TOKENS))
+        self.head = nn.ParameterList(
+            torch.randn(len(known), inner_dim) * inner_dim**-0.5 for _ in range(NUM_TOKENS)
+        )
         self.state_weight = 0.5 ** (0.5 / NUM_TOKENS)
         self.emb_weight = math.sqrt((1 - self.state_weight**2) * inner_dim / 2)
 
@@ -243,7 +243,9 @@ def train(heads: Heads, batches: Batches, known: Tensor, num_unknown: int, secon
         at = torch.randint(len(batches.states), (BATCH,))
         ids = batches.token_ids[at]
         losses = []
-        for stage, scores in enumerate(heads.run(batches.states[at].float(), lambda i, _: ids[:, i])):
+        for stage, scores in enumerate(
+            heads.run(batches.states[at].float(), lambda i, _, ids=ids: ids[:, i])
+        ):
             # All tokens that never occur have the score 0.
             full = F.pad(scores, (0, 1), value=rest)
             losses.append(F.cross_entropy(full, index[ids[:, stage + 1]]))
@@ -300,7 +302,9 @@ def main() -> None:
         prog="python -m bench.train_speculator", description="Trains a speculator for SmolLM2-135M-Instruct."
     )
     parser.add_argument("output", type=Path, help="directory; each kind gets a folder in it")
-    parser.add_argument("--generate-s", type=float, default=420, help="time for answers (default %(default)s)")
+    parser.add_argument(
+        "--generate-s", type=float, default=420, help="time for answers (default %(default)s)"
+    )
     parser.add_argument("--train-s", type=float, default=300, help="time for each kind (default %(default)s)")
     parser.add_argument("--inner-dim", type=int, default=192, help="of the MLP (default %(default)s)")
     options = parser.parse_args()

@@ -21,7 +21,8 @@ def fit_heads(model: Model, kind: str) -> Heads:
     """Return heads that know the oracle's answers."""
     tokenizer = Tokenizer.from_file(str(model.directory / "tokenizer.json"))
     answers = [
-        tokenizer.encode(expected.prompt).ids + [tokenizer.token_to_id(piece) or 0 for piece in expected.pieces]
+        tokenizer.encode(expected.prompt).ids
+        + [tokenizer.token_to_id(piece) or 0 for piece in expected.pieces]
         for expected in model.expected
     ]
     texts = read_texts(model.directory, answers)

@@ -68,7 +68,9 @@ def make_plan(config: LauncherConfig, gguf_path: Path | None = None) -> Plan:
     speculator = find_speculator(config.speculator, cache) if config.speculator else None
     if base_name := find_base_name(path):  # TGI's choice: a speculator names its model
         if speculator is not None:
-            raise LaunchError(f"speculator: {config.model_name} is a speculator itself: leave out one of them")
+            raise LaunchError(
+                f"speculator: {config.model_name} is a speculator itself: leave out one of them"
+            )
         speculator = path.absolute()
         path = find_model(base_name, None, cache)
     model_config = model_files.read_config(path)

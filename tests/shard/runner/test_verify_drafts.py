@@ -30,7 +30,6 @@ from tests.support.shard.messages import (
 )
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import ShardConfig
-from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.model_runner import HostModelRunner

@@ -14,8 +14,8 @@ class Drafts(NamedTuple):
     max_proposed: int = 0
     """Maximum number of drafts that the shards may propose; 0 if there are token ids."""
     waits: bool = False
-    """True if the sequence is not computed before all its tokens are answered, even without drafts. Steps then
-    have all sequences, instead of those without drafts in every second step."""
+    """True if the sequence waits until all its tokens are answered, even without drafts. Otherwise, every
+    second step would have only the sequences without drafts."""
 
     @property
     def max_tokens(self) -> int:

@@ -60,6 +60,8 @@ def _load(directory: Path, model: Model, dtype: torch.dtype) -> Speculator:
     with FiniteWeights(directory, kind.sources(config), kind.PREFIX, checkpoint=checkpoint) as weights:
         parts = Parts(ProcessGroup(0, 1, device=device), weights, dtype, model.parts.kernels)
         speculator = kind.build(config, parts, model)
+        if unread := min(weights.list_unread(), default=None):
+            raise WeightsError(f"tensor {unread} is not read: its config.json belongs to another speculator")
     _try_once(speculator, model, device)
     return speculator
 
