@@ -72,7 +72,7 @@ class LuckyProposer:
         r, known = self.random, sequence.num_tokens
         max_drafts = min(max_drafts, self.left)
         if max_drafts <= 0 or r.random() > self.zeal:
-            return Drafts(waits=True) if r.random() < 0.3 else NO_DRAFTS
+            return Drafts(waits=True) if known % 4 == 0 else NO_DRAFTS
         if r.random() < self.left_to_shards:
             allowed = r.randint(1, max_drafts)
             self.left -= allowed

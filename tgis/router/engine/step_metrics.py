@@ -23,6 +23,7 @@ class StepMetrics:
         self._last_answer_at = 0.0
         self._rate = TokenRate()
         metrics.generation_throughput.follow(lambda: self._rate.read(time.monotonic()))
+        metrics.accepted_by_position.add("0", amount=0)  # shown before the first draft
         _follow_scheduler(scheduler, metrics)
 
     def send(self, step: Step) -> None:

@@ -328,7 +328,7 @@ class Metrics(SeriesRegistry):
         self.accepted_by_position = self._counter(
             "tgi_speculation_accepted_tokens_by_position",
             "Accepted draft tokens by their position after the last token, from 0",
-            ("position",),
+            "position",
         )
 
     def _declare_tls(self) -> None:
