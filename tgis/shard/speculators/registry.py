@@ -22,11 +22,15 @@ from tgis.shard.speculators.interface import Speculator, SpeculatorError
 class Kind(Protocol):
     """Module that reads one kind of speculator."""
 
-    NAME: str
-    FILES: tuple[tuple[str, str], ...]
-    """Names of the file of weights, and of the index of several files, for each format."""
-    PREFIX: str
-    """Leading part of names of tensors that some checkpoints lack."""
+    @property
+    def NAME(self) -> str: ...
+    @property
+    def FILES(self) -> tuple[tuple[str, str], ...]:
+        """Names of the file of weights, and of the index of several files, for each format."""
+
+    @property
+    def PREFIX(self) -> str:
+        """Leading part of names of tensors that some checkpoints lack."""
 
     def reads(self, config: Config) -> bool: ...
     def sources(self, config: Config) -> dict[str, Source]: ...
