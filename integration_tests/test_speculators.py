@@ -55,7 +55,7 @@ def test_answers_are_the_oracles(client: Client, model: Model, request: pytest.F
         list(threads.map(lambda expected: ask(client, expected), model.expected))
     values = metrics(client)
     accepted = values["tgi_speculation_accepted_tokens"]
-    assert values["tgi_speculation_drafted_tokens"] > max(accepted, 10)
+    assert values["tgi_speculation_drafted_tokens"] > accepted
     # Medusa's matrices over the 32 channels of this model are rarely right.
     assert accepted > 10 or "medusa" in request.node.name
     assert values["tgi_preemptions"] > 0
@@ -84,6 +84,6 @@ def test_a_speculator_that_does_not_fit_is_refused(model: Model, tmp_path: Path)
     heads.config["vocab_size"] = 17
     directory = heads.write(tmp_path / "heads")
     service = launch(model.directory, "--speculator", str(directory))
-    assert service.process.wait(60) == 1
+    assert service.process.wait(60) == service.end() == 1
     assert f"--speculator {directory}: vocab_size 17 differs from the model's {VOCAB_SIZE}" in service.output
     assert "Traceback" not in service.output
