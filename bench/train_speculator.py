@@ -127,22 +127,34 @@ def generate(
     ]
 
 
-class MLPHeads(nn.Module):
-    """Trainable MLP speculator. Its head has rows for the tokens `known` only; the others stay zero."""
+def index_tokens(known: Tensor, vocab_size: int) -> Tensor:
+    """Return the index of each token in `known`, and their number for other tokens."""
+    index = torch.full((vocab_size,), len(known))
+    index[known] = torch.arange(len(known))
+    return index
 
-    def __init__(self, width: int, vocab_size: int, inner_dim: int, known: Tensor) -> None:
+
+class MLPHeads(nn.Module):
+    """Trainable MLP speculator. Embeddings and heads have rows for the tokens `known` only; the others stay
+    zero. They begin with the model's own head, in as many dimensions as there are."""
+
+    def __init__(self, head: Tensor, vocab_size: int, inner_dim: int, known: Tensor) -> None:
+        """`head` has the rows of the known tokens."""
         super().__init__()
+        width = head.shape[1]
         self.inner_dim, self.vocab_size, self.width, self.known = inner_dim, vocab_size, width, known
-        self.emb = nn.ParameterList(
-            torch.randn(vocab_size, inner_dim) * inner_dim**-0.5 for _ in range(NUM_TOKENS)
-        )
-        widths = [width, *[inner_dim] * (NUM_TOKENS - 1)]
-        self.proj = nn.ParameterList(torch.randn(inner_dim, each) * each**-0.5 for each in widths)
+        self.index = index_tokens(known, vocab_size)
+        vectors, sizes, axes = torch.linalg.svd(head, full_matrices=False)
+        inner = vectors[:, :inner_dim] * sizes[:inner_dim]  # the tokens in the head's largest directions
+        inner /= inner.std()
+        scale = inner_dim**-0.5
+        embeddings = F.pad(inner * scale, (0, 0, 0, 1))  # the last row is for all other tokens
+        self.emb = nn.ParameterList(embeddings.clone() for _ in range(NUM_TOKENS))
+        first = axes[:inner_dim] * width**-0.5
+        self.proj = nn.ParameterList([first.clone(), *(torch.eye(inner_dim) for _ in range(NUM_TOKENS - 1))])
         self.ln = nn.ParameterList(torch.ones(inner_dim) for _ in range(NUM_TOKENS))
         self.shift = nn.ParameterList(torch.zeros(inner_dim) for _ in range(NUM_TOKENS))
-        self.head = nn.ParameterList(
-            torch.randn(len(known), inner_dim) * inner_dim**-0.5 for _ in range(NUM_TOKENS)
-        )
+        self.head = nn.ParameterList(inner * scale for _ in range(NUM_TOKENS))
         self.state_weight = 0.5 ** (0.5 / NUM_TOKENS)
         self.emb_weight = math.sqrt((1 - self.state_weight**2) * inner_dim / 2)
 
@@ -151,7 +163,7 @@ class MLPHeads(nn.Module):
         the stage before."""
         scores: Tensor | None = None
         for stage in range(NUM_TOKENS):
-            embedded = F.embedding(token_at(stage, scores), self.emb[stage], sparse=False)
+            embedded = F.embedding(self.index[token_at(stage, scores)], self.emb[stage])
             mixed = states @ self.proj[stage].T * self.state_weight + embedded * self.emb_weight
             mixed = mixed * torch.rsqrt(mixed.pow(2).mean(-1, keepdim=True) + EPS)
             states = F.gelu(mixed * self.ln[stage] + self.shift[stage])
@@ -163,7 +175,7 @@ class MLPHeads(nn.Module):
         for i in range(NUM_TOKENS):
             head = torch.zeros(self.vocab_size, self.inner_dim)
             head[self.known] = self.head[i].detach()
-            tensors[f"speculator.emb.{i}.weight"] = self.emb[i].detach()
+            tensors[f"speculator.emb.{i}.weight"] = self.emb[i].detach()[self.index]
             tensors[f"speculator.proj.{i}.weight"] = self.proj[i].detach()
             tensors[f"speculator.ln.{i}.weight"] = self.ln[i].detach()
             tensors[f"speculator.ln.{i}.bias"] = self.shift[i].detach()
@@ -230,11 +242,10 @@ class Batches:
         return cls(torch.cat(states), torch.cat(windows))
 
 
-def train(heads: Heads, batches: Batches, known: Tensor, num_unknown: int, seconds: float) -> None:
+def train(heads: Heads, batches: Batches, known: Tensor, vocab_size: int, seconds: float) -> None:
     """Train for a time, with a learning rate that falls to zero."""
-    index = torch.full((int(batches.token_ids.max()) + 1,), -1)
-    index[known] = torch.arange(len(known))
-    rest = math.log(num_unknown)
+    index = index_tokens(known, vocab_size)
+    rest = math.log(vocab_size - len(known))
     optimizer = torch.optim.AdamW(heads.parameters(), LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     began = last = time.monotonic()
     while (elapsed := time.monotonic() - began) < seconds:
@@ -319,12 +330,12 @@ def main() -> None:
     width, vocab_size = model.prompt_width, model.spec.vocab_size
     head = model.scores(torch.eye(width)).T[known].contiguous()
     kinds: dict[str, Heads] = {
-        "mlp": MLPHeads(width, vocab_size, options.inner_dim, known),
+        "mlp": MLPHeads(head, vocab_size, options.inner_dim, known),
         "medusa": MedusaHeads(width, head),
     }
     figures = {}
     for name, heads in kinds.items():
-        train(heads, train_on, known, vocab_size - len(known), options.train_s)
+        train(heads, train_on, known, vocab_size, options.train_s)
         heads.save(options.output / name)
         rates = measure(heads, test_on, known)
         figures[name] = {"right": rates, "tokens_per_step": 1 + sum(rates)}
