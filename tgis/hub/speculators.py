@@ -18,13 +18,18 @@ def find_speculator(name: str, cache: Path) -> Path:
         raise ModelNotFoundError(f"speculator: {name} is neither a directory nor in the hub cache") from error
 
 
+def is_speculator(directory: Path) -> bool:
+    """Return True if the directory has a speculator instead of a model. Raises ModelNotFoundError."""
+    config = model_files.read_json(directory, "config.json")
+    return config.get("model_type") in ("mlp_speculator", "medusa") or "medusa_num_heads" in config
+
+
 def find_base_name(directory: Path) -> str | None:
     """Return the name of the model for which the speculator in a directory was trained, or None if the
     directory has no speculator. Raises ModelNotFoundError."""
-    config = model_files.read_json(directory, "config.json")
-    if config.get("model_type") not in ("mlp_speculator", "medusa") and "medusa_num_heads" not in config:
+    if not is_speculator(directory):
         return None
-    name = config.get(BASE)
+    name = model_files.read_json(directory, "config.json").get(BASE)
     if not isinstance(name, str) or not name:
         raise ModelNotFoundError(
             f"{directory} has a speculator, and its config.json has no {BASE}: name the model, and set "

@@ -7,12 +7,14 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tgis.config.processes import LauncherConfig
 from tgis.hub.cache import cache_entry, find_model, find_snapshot
 from tgis.hub.gguf_files import find_gguf
 from tgis.hub.model_files import ModelNotFoundError, is_complete
+from tgis.hub.speculators import find_base_name
 from tgis.hub.startup_adapters import ADAPTER_CONFIG
 from tgis.launcher.child_configs import line_fields
 from tgis.launcher.plan import END_S, LaunchError, hub_cache
@@ -39,6 +41,9 @@ async def download_missing(config: LauncherConfig) -> None:
     cache = hub_cache(config)
     for arguments in [*_missing(config, cache)]:
         await _download(config, arguments, cache)
+    base = _find_base_name(config, cache)
+    if base and _lacks_model(replace(config, model_name=base, revision=None), cache):
+        await _download(config, _arguments(base, None), cache)
 
 
 def _missing(config: LauncherConfig, cache: Path) -> Iterator[list[str]]:
@@ -76,6 +81,14 @@ def _lacks_model(config: LauncherConfig, cache: Path) -> bool:
         return not is_complete(find_model(name, config.revision, cache))
     except ModelNotFoundError:
         return True
+
+
+def _find_base_name(config: LauncherConfig, cache: Path) -> str | None:
+    """Return the name of the model for which the named speculator was trained, if it is one."""
+    try:
+        return find_base_name(find_model(config.model_name, config.revision, cache))
+    except ModelNotFoundError:
+        return None
 
 
 def _lacks(name: str, path: Path) -> bool:
