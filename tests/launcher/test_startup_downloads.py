@@ -203,7 +203,7 @@ def test_tokenizers_and_adapters(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_speculators_and_the_models_that_they_name(hub: Hub, tmp_path: Path) -> None:
-    base = {"model.safetensors": b"a", "config.json": b"{}"}
+    base = {"model.safetensors": b"a", "config.json": b"{}", "tokenizer.json": b"{}"}
     heads = {"medusa_lm_head.safetensors": b"a", "README.md": b""}
     named = json.dumps({"medusa_num_heads": 1, "base_model_name_or_path": "org/m"}).encode()
     hub.repos["org/m"] = Repo(base)

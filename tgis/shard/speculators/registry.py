@@ -19,7 +19,7 @@ from tgis.shard.speculators.finite_weights import FiniteWeights
 from tgis.shard.speculators.interface import Speculator, SpeculatorError
 
 
-class Kind(Protocol):
+class SpeculatorKind(Protocol):
     """Module that reads one kind of speculator."""
 
     @property
@@ -37,7 +37,7 @@ class Kind(Protocol):
     def build(self, config: Config, parts: Parts, model: SpeculativeModel) -> Speculator: ...
 
 
-KINDS: tuple[Kind, ...] = (mlp, medusa)
+KINDS: tuple[SpeculatorKind, ...] = (mlp, medusa)
 
 
 def load_speculator(directory: Path, model: Model, dtype: torch.dtype) -> Speculator:

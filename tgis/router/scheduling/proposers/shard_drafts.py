@@ -25,8 +25,8 @@ MIN_PAUSE, MAX_PAUSE = 32, 512
 SEQUENCE_PAUSE = 32  # steps after which a sequence gets a draft again, although they do not pay for it
 
 
-class Rates:
-    """Rates at which drafts are accepted if the drafts before them are, by position."""
+class AcceptanceRates:
+    """AcceptanceRates at which drafts are accepted if the drafts before them are, by position."""
 
     def __init__(self, rates: Iterable[float], min_weight: float, num_observed: int) -> None:
         self._rates = list(rates)
@@ -34,8 +34,8 @@ class Rates:
         self._num_observed = num_observed
         self.num_skipped = 0  # steps without drafts since the last ones
 
-    def copy(self, weight: float) -> "Rates":
-        return Rates(self._rates, weight, round(1 / weight))
+    def copy(self, weight: float) -> "AcceptanceRates":
+        return AcceptanceRates(self._rates, weight, round(1 / weight))
 
     def chances(self) -> list[float]:
         """Return the probabilities that the first draft is accepted, that the first two are, and so on."""
@@ -70,8 +70,8 @@ class ShardDrafts:
         of a step with a number of tokens and without drafts."""
         self._max_drafts = max_drafts
         self._predict = predict
-        self._rates = Rates([FIRST_RATE] * max_drafts, MIN_WEIGHT, num_observed=3)
-        self._rates_of: WeakKeyDictionary[Sequence, Rates] = WeakKeyDictionary()
+        self._rates = AcceptanceRates([FIRST_RATE] * max_drafts, MIN_WEIGHT, num_observed=3)
+        self._rates_of: WeakKeyDictionary[Sequence, AcceptanceRates] = WeakKeyDictionary()
         self._cost_fit = LinearFit(COST_DECAY)
         self._costs = Costs(0.0, 0.0, 0.0)
         self._left = 0
