@@ -50,13 +50,14 @@ def run(service: Service, prompts: list[str], clients: int) -> tuple[float, list
     return sum(count for _, count in answers) / seconds, [text for text, _ in answers]
 
 
-def read_acceptance(service: Service) -> list[float]:
-    """Return the share of steps with drafts whose draft at each position was accepted."""
+def read_acceptance(service: Service) -> dict[str, Any]:
+    """Return the number of sequences of drafts, and the share in which each position was accepted."""
     with urllib.request.urlopen(f"http://127.0.0.1:{service.port}/metrics") as response:
         text = response.read().decode()
     (drafts,) = DRAFTS.findall(text)
     accepted = sorted((int(position), float(count)) for position, count in ACCEPTED.findall(text))
-    return [round(count / max(float(drafts), 1), 3) for _, count in accepted]
+    shares = [round(count / max(float(drafts), 1), 3) for _, count in accepted]
+    return {"drafts": float(drafts), "accepted": shares}
 
 
 def compare(services: list[Service], prompts: list[str], clients: int, rounds: int) -> dict[str, Any]:

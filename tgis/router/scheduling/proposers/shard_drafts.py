@@ -26,7 +26,7 @@ SEQUENCE_PAUSE = 32  # steps after which a sequence gets a draft again, although
 
 
 class AcceptanceRates:
-    """AcceptanceRates at which drafts are accepted if the drafts before them are, by position."""
+    """Rates at which drafts are accepted if the drafts before them are, by position."""
 
     def __init__(self, rates: Iterable[float], min_weight: float, num_observed: int) -> None:
         self._rates = list(rates)
