@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.shard.checkpoints import write_llama
-from tests.support.shard.drafting import DraftingRouter, Foreseen
+from tests.support.shard.drafting import DraftingRouter, Foreseen, draft_on_rank
 from tests.support.shard.driver import Request, Router, configure, prompts
 from tests.support.shard.messages import EVERY_PARAMETER, GREEDY, SAMPLE, Steps, integers, open_row
 from tests.support.shard.ranks import Ranks
-from tests.support.shard.relay import Copies, Relay, follow, serve, share
+from tests.support.shard.relay import Copies, serve
 from tests.support.shard.speculators import Heads, Text, make_medusa, make_mlp, read_texts
 from tests.support.shard.tuned import Tuned
 from tests.support.tokenizers.trained import write_byte_level
@@ -249,29 +249,14 @@ def test_pickled_heads_are_read(base: Base, tmp_path: Path) -> None:
     assert runner.info.max_drafts == heads.num_tokens
 
 
-def draft_on_rank(
-    group: ProcessGroup, directory: Path, speculator: Path
-) -> tuple[list[list[int]], list[int]]:
-    """Run the requests with drafts. Return their tokens, on the first rank, and the digests of all steps."""
-    options = {"rank": group.rank, "world_size": group.size, "speculator": str(speculator)}
-    runner = load(configure(directory, **options), group)
-    if group.rank:
-        return [], follow(group, runner)
-    relay = Relay(runner, group)
-    requests = make_requests()
-    router = DraftingRouter(relay, 1.0, 0, left_to_shard=1.0)  # type: ignore[arg-type]
-    router.run([*requests])
-    share(group, b"")
-    assert router.num_proposed > 50
-    return [request.generated for request in requests], relay.digests
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mlp", "medusa_models_head"])
 def test_ranks_propose_the_same(base: Base, kind: str, ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks sum in another order than one, so their outputs are compared with their own."""
     directory = MAKERS[kind](base).write(tmp_path / "speculator")
-    [(generated, digests), (_, theirs)] = ranks.run(2, draft_on_rank, base.directory, directory)
+    [(generated, digests), (_, theirs)] = ranks.run(
+        2, draft_on_rank, base.directory, directory, make_requests()
+    )
     assert digests == theirs
     [(served, _), _] = ranks.run(2, serve, base.directory, 1, [[*make_requests()]], 16)
     assert generated == [request.generated for request in served[0]]

@@ -1,11 +1,15 @@
 """Drives a model runner with drafts: right and wrong ones of the router, and those of the shard."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from tests.support.shard.driver import Request, Router, opening
+from tests.support.shard.driver import Request, Router, configure, opening
 from tests.support.shard.messages import integers
+from tests.support.shard.relay import Relay, follow, share
 from tgis.pb import shard_pb2 as pb
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.startup.load import load
 
 
 @dataclass
@@ -84,3 +88,20 @@ class DraftingRouter(Router):
                 del self.busy[request.row]
                 request.length = len(request.prompt) + len(request.generated)
                 request.scheduled = request.length - 1
+
+
+def draft_on_rank(
+    group: ProcessGroup, directory: Path, speculator: Path, requests: list[Foreseen]
+) -> tuple[list[list[int]], list[int]]:
+    """Run requests with drafts of the shard. Return their tokens, on the first rank, and the digests of all
+    steps."""
+    options = {"rank": group.rank, "world_size": group.size, "speculator": str(speculator)}
+    runner = load(configure(directory, **options), group)
+    if group.rank:
+        return [], list(follow(group, runner))
+    relay = Relay(runner, group)
+    router = DraftingRouter(relay, 1.0, 0, left_to_shard=1.0)  # type: ignore[arg-type]
+    router.run([*requests])
+    share(group, b"")
+    assert router.num_proposed > 50
+    return [request.generated for request in requests], relay.digests
