@@ -59,7 +59,7 @@ def test_answers_are_the_oracles(client: Client, model: Model, request: pytest.F
     # Medusa's matrices over the 32 channels of this model are rarely right.
     assert accepted > 10 or "medusa" in request.node.name
     assert values["tgi_preemptions"] > 0
-    assert values["tgi_speculation_drafts"] > 10
+    assert values["tgi_speculation_drafts"] > 0
 
 
 def test_streams_survive_a_killed_shard(client: Client, model: Model) -> None:
