@@ -275,7 +275,20 @@ ROWS = (
                         "accepted",
                     )
                 ],
-                "With --speculate.",
+                "With --speculate or --speculator.",
+            ),
+            Panel(
+                "Accepted draft tokens, by position",
+                "percentunit",
+                [
+                    Query(
+                        f"{total('tgi_speculation_accepted_tokens_by_position_total', 'position')}"
+                        f" / on () group_left {total('tgi_speculation_drafts_total')}",
+                        "{{position}}",
+                    )
+                ],
+                "Share of the steps with drafts in which the draft at this position after the last token, "
+                "from 0, was accepted.",
             ),
         ],
     ),

@@ -69,6 +69,7 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "option.enforce_eager=true": {"cuda_graphs": "0"},
     "option.enforce_eager=False": {},
     'option.speculative_config={"method": "ngram", "num_speculative_tokens": 3}': {"speculate": 3},
+    'option.speculative_config={"model": "org/heads"}': {"speculator": "org/heads"},
     "option.tool_call_parser=hermes": {"tool_call_parser": "hermes"},
     "option.chat_template=/t": {"chat_template": "/t"},
     "option.n_positions=2048": {"max_sequence_length": 2048},
@@ -121,7 +122,7 @@ option.checkpoint=c.json option.device_map=balanced option.decoding_strategy=con
 option.load_format=tensorizer option.kv_cache_dtype=int8 option.smoothquant_per_token=true
 option.smoothquant_per_channel=true option.multi_query_mode=true option.batch_scheduler_policy=none
 option.tokenizer_mode=mistral option.rope_scaling={} option.pipeline_parallel_degree=2
-option.speculative_config={"model":"org/draft"} option.tensor_parallel_degree=all
+option.speculative_config={"model":5} option.tensor_parallel_degree=all
 option.tensor_parallel_degree=0
 option.max_model_len=many option.trust_remote_code=yes option.enforce_eager=1 job_queue_size=-1
 job_queue_size=many option.model_loading_timeout=soon predict_timeout=1m option.max_rolling_batch_size=0

@@ -21,7 +21,9 @@ PLAIN = {
 }
 TWO = ['{"name": "b", "path": "/b", "base_model_name": "m"}', "c=/c"]
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
-DRAFT = '{"model": "org/draft", "num_speculative_tokens": 5}'
+HEADS = '{"model": "org/heads", "num_speculative_tokens": 5}'
+ALL_HEADS = '{"method": "medusa", "model": "org/heads"}'
+EAGLE = '{"method": "eagle", "model": "org/heads", "num_speculative_tokens": 5}'
 TLS = {"tls_cert_path": "/c", "tls_key_path": "/k", "http_tls": True}
 
 MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
@@ -80,6 +82,10 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     (["--lora-modules=a=/a"], {"lora_adapters": "a=/a"}),
     (["--speculative-config", NGRAM], {"speculate": 5}),
     (["-sc", NGRAM], {"speculate": 5}),
+    (["-sc", HEADS], {"speculate": 5, "speculator": "org/heads"}),
+    (["-sc", HEADS, "--speculator", "org/heads"], {"speculate": 5, "speculator": "org/heads"}),
+    (["-sc", ALL_HEADS], {"speculator": "org/heads"}),
+    (["--speculative-model", "org/heads"], {"speculator": "org/heads"}),
     (["--speculative-model", "[ngram]", "--num-speculative-tokens", "3"], {"speculate": 3}),
     (["--otlp-traces-endpoint", "http://c:4317"], {"otlp_endpoint": "http://c:4317"}),
     (["--allowed-origins", '["https://a", "https://b"]'], {"cors_allow_origin": "https://a,https://b"}),
@@ -140,7 +146,7 @@ default-mm-loras={} enable-lora-bias enable-prompt-adapter qlora-adapter-name-or
 max-logprobs=21 max-logprobs=-1 load-format=dummy
 scheduling-policy=other pipeline-parallel-size=2 data-parallel-size=2 task=embed
 runner=pooling cpu-offload-gb=10 response-role=bot tokenizer-mode=mistral
-speculative-model=org/draft ssl-cert-reqs=2 config-format=mistral
+ssl-cert-reqs=2 config-format=mistral
 """.split()
 
 
@@ -202,7 +208,11 @@ def test_values_that_cannot_be_used() -> None:
         (["--lora-modules", "{"], 1, "it is not JSON"),
         (["--allowed-origins", "*"], 1, "it is not JSON"),
         (["--allowed-origins", '"*"'], 1, "not a JSON list"),
-        (["--speculative-config", DRAFT], 1, "only the method ngram"),
+        (["--speculative-config", EAGLE], 1, "only ngram, and mlp_speculator and medusa with a model"),
+        (["--speculative-config", '{"method": "medusa"}'], 1, "only ngram"),
+        (["--speculative-config", '{"method": "ngram"}'], 1, "num_speculative_tokens is not a number"),
+        (["--speculative-config", "[]"], 1, "it is not a JSON object"),
+        (["-sc", HEADS, "--speculator", "org/others"], 1, "different values (org/others and org/heads)"),
         (["--speculative-config", "[" * 99999], 1, "it is not JSON"),
         (["--model-impl", "terratorch"], 1, "not one of auto, vllm, transformers"),
         (["--max-model-len", "1.5"], 1, "not a whole number"),

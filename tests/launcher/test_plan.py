@@ -11,8 +11,9 @@ from tgis.config.option import Secret
 from tgis.config.processes import LauncherConfig
 from tgis.hub import model_files
 from tgis.hub.cache import CacheConflictError
+from tgis.hub.model_files import ModelNotFoundError
 from tgis.hub.startup_adapters import AdapterOptionsError
-from tgis.launcher.child_configs import ChildConfigs, line_fields, served_name
+from tgis.launcher.child_configs import ChildConfigs, Start, line_fields, served_name
 from tgis.launcher.plan import LaunchError, choose_router_workers, count_shards, make_plan
 from tgis.launcher.run_files import RunFiles
 
@@ -248,6 +249,45 @@ def test_another_tokenizer(config: LauncherConfig, tmp_path: Path) -> None:
     plan = make_plan(named)
     assert (plan.model_path, plan.tokenizer_path, plan.has_fast_tokenizer) == (model, snapshot, True)
     assert make_plan(replace(config, tokenizer_name=str(snapshot))).tokenizer_path == snapshot
+
+
+def test_a_speculator_beside_the_model(config: LauncherConfig, tmp_path: Path) -> None:
+    named = replace(config, speculator="org/heads", hf_hub_cache=str(tmp_path / "hub"))
+    text = "speculator: org/heads is neither a directory nor in the hub cache"
+    with pytest.raises(ModelNotFoundError, match=f"^{text}$"):
+        make_plan(named)
+    snapshot = tmp_path / "hub" / "models--org--heads" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    plan = make_plan(named)
+    assert (plan.model_path, plan.speculator) == (Path(config.model_name), snapshot)
+    assert make_plan(config).speculator is None
+
+
+@pytest.mark.parametrize("heads", [{"medusa_num_heads": 3}, {"model_type": "mlp_speculator"}])
+def test_a_speculator_names_its_model(
+    config: LauncherConfig, tmp_path: Path, heads: dict[str, object]
+) -> None:
+    """Check TGI's choice: a speculator is given as the model."""
+    directory = tmp_path / "heads"
+    directory.mkdir()
+    asked = replace(config, model_name=str(directory))
+    (directory / "config.json").write_text(json.dumps(heads))
+    with pytest.raises(ModelNotFoundError, match=r"config\.json has no base_model"):
+        make_plan(asked)
+    (directory / "config.json").write_text(json.dumps(heads | {"base_model_name_or_path": str(tmp_path)}))
+    plan = make_plan(asked)
+    assert (plan.model_path, plan.tokenizer_path, plan.speculator) == (tmp_path, tmp_path, directory)
+    assert plan.max_sequence_length == 512
+    files = RunFiles(plan, None, None)
+    try:
+        configs = ChildConfigs(asked, plan, files)
+        shard = configs.shard(0, Start(1, "file"), "127.0.0.1", None)
+        assert (shard.model_path, shard.speculator) == (str(tmp_path), str(directory))
+        assert configs.router(files.path / "addresses").served_model_name == tmp_path.name
+    finally:
+        files.remove()
+    with pytest.raises(LaunchError, match="is a speculator itself: leave out one of them"):
+        make_plan(replace(asked, speculator=str(directory)))
 
 
 def test_visible_devices_that_do_not_count_are_mentioned(caplog: pytest.LogCaptureFixture) -> None:

@@ -201,6 +201,27 @@ def test_tokenizers_and_adapters(hub: Hub, tmp_path: Path) -> None:
     assert not hub.requests
 
 
+@pytest.mark.slow
+def test_speculators_and_the_models_that_they_name(hub: Hub, tmp_path: Path) -> None:
+    base = {"model.safetensors": b"a", "config.json": b"{}", "tokenizer.json": b"{}"}
+    heads = {"medusa_lm_head.safetensors": b"a", "README.md": b""}
+    named = json.dumps({"medusa_num_heads": 1, "base_model_name_or_path": "org/m"}).encode()
+    hub.repos["org/m"] = Repo(base)
+    hub.repos["org/heads"] = Repo(heads | {"config.json": named})
+    hub.repos["org/others"] = Repo(heads | {"config.json": b"{}"})
+    config = config_of(hub, tmp_path, model_name="org/heads", speculator="org/others")
+    download(config)
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/snapshots/*/*.safetensors")}
+    assert {file.partition("/")[0] for file in files} == {
+        "models--org--heads",
+        "models--org--m",
+        "models--org--others",
+    }
+    hub.requests.clear()
+    download(config)
+    assert not hub.requests
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.slow
 def test_a_download_that_is_stopped_goes_on_at_the_next_start(

@@ -25,6 +25,7 @@ from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.hub import model_files
 from tgis.hub.cache import find_model
 from tgis.hub.gguf_files import refuse_gguf
+from tgis.hub.speculators import find_speculator
 from tgis.hub.startup_adapters import resolve_adapter_options
 from tgis.router.api.registry import foreign_aliases
 
@@ -76,12 +77,13 @@ def _run_shard(config: ShardConfig) -> None:
     _stay_offline()
     settings = model_files.read_config(Path(config.model_path))
     length = config.max_sequence_length or model_files.max_sequence_length(settings)
-    cache = models.cache_root() if config.lora_adapters else Path()
+    cache = models.cache_root() if config.lora_adapters or config.speculator else Path()
     tuning = resolve_adapter_options(config, length, cache)
     gc.disable()  # imports and loading produce no garbage; the server decides when to collect
     from tgis.shard import server
 
-    server.serve(replace(config, **asdict(tuning)))
+    speculator = str(find_speculator(config.speculator, cache)) if config.speculator else None
+    server.serve(replace(config, speculator=speculator, **asdict(tuning)))
 
 
 def _stay_offline() -> None:

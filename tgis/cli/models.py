@@ -12,6 +12,7 @@ from tgis.config.model import DTYPES
 from tgis.errors import OperatorError
 from tgis.hub import cache
 from tgis.hub.gguf_files import SUFFIX, find_gguf, refuse_gguf, refuse_gguf_on_hub, split_set
+from tgis.hub.speculators import is_speculator
 
 if TYPE_CHECKING:
     from tgis.hub.download import Repository
@@ -72,7 +73,7 @@ def download_weights(
             _fetch(repository, repository.select([".bin"]))
     if converts:
         _convert(directory, any(name.endswith(".safetensors") for name in on_hub))
-    if auto_convert:
+    if auto_convert and not is_speculator(directory):  # its tokenizer is the model's
         from tgis.convert import tokenizer
 
         click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory))

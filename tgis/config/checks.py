@@ -3,13 +3,15 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tgis.config.aliases.alias import Alias
 from tgis.config.cuda_graphs import parse_graph_sizes
 from tgis.config.model import ENGINES_NOT_SERVED
 from tgis.config.network import split_names
 from tgis.errors import OperatorError
+
+T = TypeVar("T")
 
 DEFAULT = "default"
 METADATA_KEY = re.compile("[a-z0-9._-]+")
@@ -83,6 +85,10 @@ def apply_aliases(
                 own = Setting(None)
             settings[alias.means] = _merge(own, other)
             apply_defaults(dict(alias.also), settings, one.source)
+        if alias.convert_more is not None:
+            for name, text in _read(one, alias.convert_more).items():
+                other = Setting(read(name, text, one.source), one.source)
+                settings[name] = _merge(settings[name], other)
     return warnings
 
 
@@ -94,10 +100,12 @@ def apply_defaults(defaults: Mapping[str, object], settings: dict[str, Setting],
 
 
 def _convert(one: GivenAlias) -> str:
-    if one.alias.convert is None:
-        return one.text
+    return one.text if one.alias.convert is None else _read(one, one.alias.convert)
+
+
+def _read(one: GivenAlias, convert: Callable[[str], T]) -> T:
     try:
-        return one.alias.convert(one.text)
+        return convert(one.text)
     except ValueError as error:
         raise SettingsError(f"{one.source}: {one.text!r} cannot be used: {error}") from error
 

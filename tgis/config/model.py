@@ -177,6 +177,12 @@ class ModelOptions:
         None,
         choices=FRAMEWORKS,
     )
+    speculator: str | None = option(
+        "Speculator, a small model that drafts the next tokens (an MLP speculator or Medusa heads): a "
+        "directory, or the id of a model in the local hub cache. Outputs do not change. CPUs only; "
+        "--speculate limits the drafts.",
+        None,
+    )
     trust_remote_code: bool = option(
         "Run Python code that a checkpoint contains, with all permissions of this service.", False
     )

@@ -204,10 +204,11 @@ class ServingOptions:
         maximum=8,
         group=Group.MEMORY,
     )
-    speculate: int = option(
-        "Maximum number of draft tokens per sequence and step, copied from what followed the sequence's "
-        "newest tokens where they occurred before (n-gram speculation); outputs do not change; 0: off.",
-        0,
+    speculate: int | None = option(
+        "Maximum number of draft tokens per sequence and step. Without --speculator, they are copied from "
+        "what followed the sequence's newest tokens where they occurred before (n-gram speculation). Outputs "
+        "do not change. 0: none; unset: as many as --speculator drafts, else none.",
+        None,
         minimum=0,
         maximum=16,
         group=Group.MEMORY,

@@ -25,7 +25,7 @@ LINK_OPTIONS = {f.name for f in fields(LinkOptions)}
 # Options of a shard that may differ between nodes.
 NODE_OPTIONS = LINK_OPTIONS | {"cache_home", "cpu_threads", "failpoints", "json_output", "log_level"}
 # Paths may differ too, but a path must be set on all nodes or on none.
-PATHS = ("adapter_cache", "lora_adapters", "prefix_store_path")
+PATHS = ("adapter_cache", "lora_adapters", "prefix_store_path", "speculator")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class ChildConfigs:
         names = {f.name for f in fields(ShardConfig)} & {f.name for f in fields(config)}
         options = {name: getattr(config, name) for name in names - NODE_OPTIONS}
         options |= {name: bool(options[name]) for name in PATHS}
+        options |= {"speculator": self._plan.speculator is not None}
         options |= {"dtype": self._plan.dtype, "max_sequence_length": self._plan.max_sequence_length}
         model = {"model": self._plan.fingerprint, "version": __version__}
         return options | model | {"nnodes": config.nnodes, "num_shard": self.num_shards}
@@ -76,7 +77,7 @@ class ChildConfigs:
             # Without a name, the router uses its own default. Without an endpoint, no name is needed.
             "otlp_service_name": self.launcher.otlp_service_name if self.launcher.otlp_endpoint else None,
             "served_model_name": self.launcher.served_model_name
-            or served_name(self.launcher.model_name, self._plan.model_path),
+            or served_name(self._plan.base_name or self.launcher.model_name, self._plan.model_path),
             "compute_type": self._compute_type(),
             "auth_tokens_path": self._auth_tokens_path,
             "adapter_roots": self._adapter_roots(),
@@ -107,6 +108,7 @@ class ChildConfigs:
             "dtype": self._plan.dtype,
             "deployment_framework": ENGINES.get(self.launcher.deployment_framework or ""),
             "max_sequence_length": self._plan.max_sequence_length,
+            "speculator": None if self._plan.speculator is None else str(self._plan.speculator),
             **asdict(self._plan.adapters),
         }
         if self.uses_tcp:

@@ -11,6 +11,7 @@ from tgis.config.serving import SHORT_SEQUENCE
 from tgis.errors import OperatorError
 from tgis.hub import model_files
 from tgis.hub.cache import cache_root, find_model, find_model_files
+from tgis.hub.speculators import find_base_name, find_speculator
 from tgis.hub.startup_adapters import resolve_adapter_options
 from tgis.process.control_groups import count_cores
 from tgis.process.gpus import count_gpus, has_gpus
@@ -47,6 +48,9 @@ class Plan:
     adapters: AdapterOptions
     fingerprint: str
     """Fingerprint of the model's configuration and weights, from the names and sizes of their files."""
+    speculator: Path | None = None
+    base_name: str | None = None
+    """Name of the served model if the configured name is that of a speculator for it."""
 
 
 def make_plan(config: LauncherConfig, gguf_path: Path | None = None) -> Plan:
@@ -61,6 +65,14 @@ def make_plan(config: LauncherConfig, gguf_path: Path | None = None) -> Plan:
     _warn_of_older_names(config)
     cache = hub_cache(config)
     path = gguf_path or find_model(config.model_name, config.revision, cache)
+    speculator = find_speculator(config.speculator, cache) if config.speculator else None
+    if base_name := find_base_name(path):  # TGI's choice: a speculator names its model
+        if speculator is not None:
+            raise LaunchError(
+                f"speculator: {config.model_name} is a speculator itself: leave out one of them"
+            )
+        speculator = path.absolute()
+        path = find_model(base_name, None, cache)
     model_config = model_files.read_config(path)
     tokenizer = _find_tokenizer(config.tokenizer_name, cache) if config.tokenizer_name else path
     has_fast = (tokenizer / TOKENIZER).is_file()
@@ -75,7 +87,19 @@ def make_plan(config: LauncherConfig, gguf_path: Path | None = None) -> Plan:
     dtype = config.dtype or config.dtype_str
     fingerprint = model_files.fingerprint(path)
     workers = choose_router_workers(config.router_workers, count_cores()) if has_router(config) else 0
-    return Plan(path, tokenizer, length, dtype, num_shards, workers, has_fast, adapters, fingerprint)
+    return Plan(
+        path,
+        tokenizer,
+        length,
+        dtype,
+        num_shards,
+        workers,
+        has_fast,
+        adapters,
+        fingerprint,
+        speculator,
+        base_name,
+    )
 
 
 def has_router(config: LauncherConfig) -> bool:

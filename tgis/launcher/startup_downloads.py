@@ -7,12 +7,14 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tgis.config.processes import LauncherConfig
 from tgis.hub.cache import cache_entry, find_model, find_snapshot
 from tgis.hub.gguf_files import find_gguf
 from tgis.hub.model_files import ModelNotFoundError, is_complete
+from tgis.hub.speculators import find_base_name
 from tgis.hub.startup_adapters import ADAPTER_CONFIG
 from tgis.launcher.child_configs import line_fields
 from tgis.launcher.plan import END_S, LaunchError, hub_cache
@@ -23,11 +25,13 @@ logger = logging.getLogger(__name__)
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*\.gguf)?")
 TRUE = ("1", "ON", "YES", "TRUE")  # values that huggingface_hub accepts as true, in upper or lower case
 ADAPTER_FILES = ".safetensors,.json"
+SPECULATOR_FILES = ".safetensors,.bin,.pt,.json"
 TOKENIZER_FILES = ".json,.jinja,.model,.txt,.tiktoken"
 
 
 async def download_missing(config: LauncherConfig) -> None:
-    """Download the model, the tokenizer and the adapters that are ids of a hub and missing from its cache.
+    """Download the model, the tokenizer, the speculator and the adapters that are ids of a hub and missing
+    from its cache.
 
     Without `--compat`, or offline, nothing is downloaded. Raises LaunchError, CacheConflictError and
     ModelNotFoundError."""
@@ -37,6 +41,9 @@ async def download_missing(config: LauncherConfig) -> None:
     cache = hub_cache(config)
     for arguments in [*_missing(config, cache)]:
         await _download(config, arguments, cache)
+    base = _find_base_name(config, cache)
+    if base and _lacks_model(replace(config, model_name=base, revision=None), cache):
+        await _download(config, _arguments(base, None), cache)
 
 
 def _missing(config: LauncherConfig, cache: Path) -> Iterator[list[str]]:
@@ -50,6 +57,8 @@ def _missing(config: LauncherConfig, cache: Path) -> Iterator[list[str]]:
         yield _arguments(config.model_name, config.revision)
     if (name := config.tokenizer_name) and _lacks(name, find_snapshot(cache_entry(name, cache), None)):
         yield [*_arguments(name, None), "--extension", TOKENIZER_FILES, "--no-auto-convert"]
+    if (name := config.speculator) and _lacks(name, find_snapshot(cache_entry(name, cache), None)):
+        yield [*_arguments(name, None), "--extension", SPECULATOR_FILES, "--no-auto-convert"]
     for entry in map(str.strip, (config.lora_adapters or "").split(",")):
         name, _, revision = entry.partition("@")
         snapshot = find_snapshot(cache_entry(name, cache), revision or None)
@@ -72,6 +81,14 @@ def _lacks_model(config: LauncherConfig, cache: Path) -> bool:
         return not is_complete(find_model(name, config.revision, cache))
     except ModelNotFoundError:
         return True
+
+
+def _find_base_name(config: LauncherConfig, cache: Path) -> str | None:
+    """Return the name of the model for which the named speculator was trained, if it is one."""
+    try:
+        return find_base_name(find_model(config.model_name, config.revision, cache))
+    except ModelNotFoundError:
+        return None
 
 
 def _lacks(name: str, path: Path) -> bool:

@@ -4,7 +4,7 @@ drafts, in fewer steps, and the metrics count the drafts."""
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
 
 import pytest
@@ -20,7 +20,7 @@ from tgis.router.events import Ended
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.interface import Proposer
-from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step
+from tgis.router.scheduling.step import NO_DRAFTS, DraftResult, Drafts, Step
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Sequence, Stopping, StopReason, TokenDetail
 from tgis.router.shards.client import ShardClient
@@ -36,6 +36,9 @@ PROMPTS = [[5 + i, 6, 7 + i, 8] * (1 + i % 3) for i in range(8)]
 class LeaveToShards:
     """Proposer that lets the shards propose up to the allowed number of drafts."""
 
+    def __init__(self) -> None:
+        self.results: list[DraftResult] = []
+
     def begin(self, num_sequences: int, max_drafts: int) -> bool:
         self.left = max_drafts
         return True
@@ -46,6 +49,9 @@ class LeaveToShards:
             return NO_DRAFTS
         self.left -= allowed
         return Drafts(max_proposed=allowed)
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+        self.results += results
 
 
 class ModelLink:

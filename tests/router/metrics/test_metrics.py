@@ -79,6 +79,8 @@ OURS = {
     "tgi_replaced_kernels": ("gauge", {"kernel"}),
     "tgi_speculation_drafted_tokens": ("counter", set()),
     "tgi_speculation_accepted_tokens": ("counter", set()),
+    "tgi_speculation_drafts": ("counter", set()),
+    "tgi_speculation_accepted_tokens_by_position": ("counter", {"position"}),
     "tgi_resources_created": ("counter", {"kind"}),
     "tgi_resources_released": ("counter", {"kind"}),
     "tgi_open_descriptors": ("gauge", set()),

@@ -8,6 +8,7 @@ import random
 import zlib
 from array import array
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.prefix_cache import decoder_root
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.state_pool import StatePool, choose_interval
-from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step
+from tgis.router.scheduling.step import NO_DRAFTS, DraftResult, Drafts, Step
 from tgis.router.sequence import (
     AdapterInfo,
     AdapterKind,
@@ -71,7 +72,7 @@ class LuckyProposer:
         r, known = self.random, sequence.num_tokens
         max_drafts = min(max_drafts, self.left)
         if max_drafts <= 0 or r.random() > self.zeal:
-            return NO_DRAFTS
+            return Drafts(waits=True) if known % 4 == 0 else NO_DRAFTS
         if r.random() < self.left_to_shards:
             allowed = r.randint(1, max_drafts)
             self.left -= allowed
@@ -86,6 +87,9 @@ class LuckyProposer:
         if not sequence.num_unanswered:
             self.left -= len(drafts)
         return Drafts(drafts)
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+        """Learn nothing."""
 
     def propose_in_shard(self, row: Row, max_drafts: int) -> list[int]:
         """Propose drafts that depend only on the row, so that they are equal on every rank."""

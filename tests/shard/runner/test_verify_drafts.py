@@ -6,7 +6,6 @@ once."""
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.cuda.runners import load_late
 from tests.support.shard.checkpoints import write_llama
-from tests.support.shard.driver import Request, Router, configure, opening, prompts
+from tests.support.shard.drafting import DraftingRouter, Foreseen
+from tests.support.shard.driver import Request, Router, configure, prompts
 from tests.support.shard.messages import (
     EVERY_PARAMETER,
     GREEDY,
@@ -30,7 +30,6 @@ from tests.support.shard.messages import (
 )
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import ShardConfig
-from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.model_runner import HostModelRunner
@@ -66,12 +65,6 @@ start: thoughts <[300]> /[a-z ]*/
 thoughts[max_tokens=7]: /(?s:.*)/"""
 
 
-@dataclass
-class Foreseen(Request):
-    truth: list[int] = field(default_factory=list)
-    """The tokens that the request will generate."""
-
-
 class ProposerInShard:
     """Propose the tokens that the rows will generate, with one wrong token of four."""
 
@@ -87,77 +80,6 @@ class ProposerInShard:
             proposed.append(np.array(ids[:limit], np.int32))
         self.num_proposed += sum(map(len, proposed))
         return proposed
-
-
-class Speculator(Router):
-    """Propose right drafts with the chance `luck`, or leave them to the shard with the chance
-    `left_to_shard`.
-
-    A row with drafts is in no later unread step; a row with the shard's drafts is also in no earlier one."""
-
-    def __init__(self, runner: ModelRunner, luck: float, seed: int, left_to_shard: float = 0.0) -> None:
-        super().__init__(runner, seed)
-        self.luck, self.left_to_shard = luck, left_to_shard
-        self.busy: dict[int, int] = {}
-        """The step with drafts, by row."""
-        self.num_guessed = self.num_right = self.num_proposed = 0
-
-    def guess(self, request: Foreseen) -> list[int]:
-        room = request.max_new_tokens - len(request.generated) - 1
-        if room < 1 or self.rng.random() < 0.2:
-            return []
-        start = len(request.generated)
-        places = range(start, start + self.rng.randint(1, min(room, 6)))
-        return [self.guess_one(request.truth[place : place + 1]) for place in places]
-
-    def guess_one(self, truth: list[int]) -> int:
-        """Return the true continuation, which is empty after the end, or random tokens."""
-        if truth and self.rng.random() <= self.luck:
-            return truth[0]
-        return (sum(truth) + self.rng.randrange(1, VOCAB_SIZE)) % VOCAB_SIZE
-
-    def send(self, running: list[Request], fresh: list[Request]) -> None:
-        work, drafts, limits = [], {}, {}
-        for request in running:
-            start, known = request.scheduled, len(request.prompt) + len(request.generated)
-            if request.row in self.busy or start == request.length:
-                continue
-            room = len(request.prompt) + request.max_new_tokens - request.length - 1
-            if start + 1 == request.length and room > 0 and self.rng.random() < self.left_to_shard:
-                limits[request.row] = self.rng.randint(1, min(room, 6))
-                self.busy[request.row] = self.steps.step_id + 1
-                request.scheduled = request.length
-                work.append((request.row, start, request.length))
-                continue
-            if known < request.length and self.rng.random() < 0.7:
-                continue  # a row that waits for its last token before it proposes
-            end = self.rng.randint(start + 1, request.length)
-            guess = self.guess(request) if start + 1 == known == request.length else []
-            if guess:
-                drafts[request.row] = guess
-                self.busy[request.row] = self.steps.step_id + 1
-            elif end == request.length < len(request.prompt) + request.max_new_tokens - 1:
-                request.length += 1
-            request.scheduled = end
-            work.append((request.row, start, end))
-        step = self.steps.step(work, [opening(request) for request in fresh], self.closed, drafts, limits)
-        self.closed = []
-        response = self.runner.launch(step).answer()
-        self.num_guessed += sum(map(len, drafts.values()))
-        self.num_right += len(response.token_ids) // 4 - len(response.rows) // 4
-        self.num_proposed += sum(integers(response.num_drafts))
-        self.unread.append(response)
-
-    def read(self, response: pb.StepResponse, running: list[Request]) -> None:
-        mine = list(running)
-        super().read(response, running)
-        for request in mine:
-            if request.ended:
-                self.busy.pop(request.row, None)
-            elif self.busy.get(request.row) == response.step_id:
-                del self.busy[request.row]
-                request.length = len(request.prompt) + len(request.generated)
-                request.scheduled = request.length - 1
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +145,7 @@ def test_outputs_are_those_without_drafts(runner: ModelRunner, luck: float) -> N
     seed = int(luck * 10)
     runner.reset()
     plain, guessed = make_requests(seed), make_requests(seed)
-    router, speculator = Router(runner, seed), Speculator(runner, luck, seed)
+    router, speculator = Router(runner, seed), DraftingRouter(runner, luck, seed)
     router.run(list(plain))
     for request, known in zip(guessed, plain, strict=True):
         request.truth = known.generated
@@ -257,7 +179,7 @@ def test_outputs_are_those_without_drafts_of_the_shard(host: HostModelRunner, le
         request.truth = known.generated
     proposer.truths = [request.prompt + request.generated for request in plain]
     proposing.reset()
-    speculator = Speculator(proposing, 0.9, seed, left_to_shard)
+    speculator = DraftingRouter(proposing, 0.9, seed, left_to_shard)
     speculator.run(list(guessed))
     for request, known in zip(guessed, plain, strict=True):
         assert (request.generated, request.tops) == (known.generated, known.tops)

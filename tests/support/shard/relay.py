@@ -62,7 +62,7 @@ def serve(
     for digest in copies.digests:
         runner.adapters.load(digest)
     if group.rank:
-        return [], list(_follow(group, runner))
+        return [], list(follow(group, runner))
     relay = Relay(runner, group)
     for number, crowd in enumerate(crowds):
         runner.reset()
@@ -71,7 +71,8 @@ def serve(
     return crowds, relay.digests
 
 
-def _follow(group: ProcessGroup, runner: ModelRunner) -> list[int]:
+def follow(group: ProcessGroup, runner: ModelRunner) -> list[int]:
+    """Execute the first rank's steps until it shares an empty one. Return their digests."""
     digests = []
     while payload := share(group, b""):
         digests.append(runner.launch(pb.StepRequest.FromString(payload)).answer().digest)

@@ -24,6 +24,8 @@ LATENCIES = {
 METHODS = ("prefill", "next_token")
 STEP, SIZE = "tgi_batch_inference_duration", "tgi_batch_inference_batch_size"
 FORWARD, ROUTER = "tgi_batch_inference_forward_duration", "tgi_batch_inference_tokproc_duration"
+DRAFTED = "tgi_speculation_drafted_tokens_total"
+ACCEPTED = "tgi_speculation_accepted_tokens_total"
 FIRST_TOKENS, NEXT_TOKENS = (f"{LATENCIES[name]}_count" for name in ("first token", "next token"))
 
 
@@ -97,6 +99,7 @@ def draw(title: str, window: Window) -> Text:
         _failures(window),
         _tokens(window),
         _cache(scrape, window),
+        *_drafts(scrape, window),
         *_latencies(window),
         *_steps(window),
         *_shards(scrape),
@@ -152,6 +155,14 @@ def _cache(scrape: Scrape, window: Window) -> Text:
     hits = _number(window.share("tgi_prefix_cache_hits_total", "tgi_prefix_cache_queries_total"), ".0%")
     preempted = _rate(window, "tgi_preemptions_total")
     return _line("cache", f"{used:.0%} [{bar}]   prefix hits {hits}   preempted {preempted}/s")
+
+
+def _drafts(scrape: Scrape, window: Window) -> list[Text]:
+    """Return a line about drafts, if there have been any."""
+    if not scrape.value(DRAFTED):
+        return []
+    accepted = _number(window.share(ACCEPTED, DRAFTED), ".0%")
+    return [_line("drafts", f"{_rate(window, DRAFTED)}/s   accepted {accepted}")]
 
 
 def _latencies(window: Window) -> Iterator[Text]:

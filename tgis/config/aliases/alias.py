@@ -1,6 +1,6 @@
 """Defines aliases: other servers' option names, which set an own option, have no effect, or are refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 # Reason shared by several servers' names.
@@ -28,6 +28,8 @@ class Alias:
     """Converter from the alias's value to the text of the own option; may raise ValueError."""
     also: tuple[tuple[str, object], ...] = ()
     """Further own options to set, with their values, unless they are given."""
+    convert_more: Callable[[str], Mapping[str, str]] | None = None
+    """Converter from the alias's value to the texts of further own options, by name; may raise ValueError."""
     replaces_into: str | None = None
     """Option that receives the value of `means` that this alias replaces, unless it is given itself; if None,
     two different values are an error."""

@@ -10,7 +10,7 @@ TGIS_BLOCK_SIZE = 16  # tokens
 
 COUNTED = "the cache is counted in blocks, not estimated"
 NOT_COMPILED = "the model's code is not compiled"
-NO_SPECULATION = "there are no speculator models: --speculate drafts from the text itself"
+NO_TREES = "--speculate limits the drafts of a sequence, one after the other, and free rows those of a batch"
 OF_SHARDS = "it is an option of the shards, which load the soft prompts"
 ONE_KERNEL = "every weight format uses the service's own kernels"
 NO_ONNX = "ONNX models are served unchanged: convert-to-onnx has options for this"
@@ -106,10 +106,11 @@ VARIABLES = (
     *_variables("the computation is always exact", "BLOOM_SLOW_BUT_EXACT"),
     *_variables(ONE_KERNEL, "DISABLE_EXLLAMA", "EXLLAMA_VERSION", "GPTQ_CUDA_TYPE"),
     *_variables(NO_ONNX, "MERGE_ONNX_GRAPHS", "OPTIMIZE_ONNX_MODEL"),
+    Alias("speculator_name", means="speculator", flag=False),
+    Alias("speculator_name", why="set --speculator", commands=("serve",), flag=False),
+    *_variables("the main revision in the hub cache is used, or a directory", "SPECULATOR_REVISION"),
     *_variables(
-        NO_SPECULATION,
-        "SPECULATOR_NAME",
-        "SPECULATOR_REVISION",
+        NO_TREES,
         "SPECULATOR_N_CANDIDATES",
         "SPECULATOR_TOP_K_TOKENS_PER_HEAD",
         "SPECULATOR_MAX_BATCH_SIZE",

@@ -60,6 +60,7 @@ class Engine:
         self._shards = residency.shards
         self._metrics = metrics
         self._budget = budget
+        self._proposer = proposer
         self._steps_in_flight = steps_in_flight
         self._recovery_timeout = recovery_timeout
         self._on_ready = on_ready
@@ -178,7 +179,10 @@ class Engine:
             if failure.sequence in self._live:
                 self._fail(self._live[failure.sequence], _failed_row(failure))
         self.scheduler.apply_answer(answer.step, answer.num_proposed)
-        self._budget.observe(answer.num_tokens, answer.forward_s)
+        if not answer.num_proposed:  # a step with the shards' drafts also computes their speculator
+            self._budget.observe(answer.num_tokens, answer.forward_s)
+        if self._proposer is not None:
+            self._proposer.observe(answer.step, answer.drafts, answer.forward_s)
         for details in answer.input_details:
             self._take_input_details(details)
         self._take_tokens(answer.sampled)

@@ -16,7 +16,9 @@ from tgis.router.errors import StartupError
 from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
+from tgis.router.scheduling.proposers.shard_drafts import ShardDrafts
 from tgis.router.scheduling.state_pool import StatePool, choose_interval
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.shards.client import ShardClient
@@ -119,13 +121,16 @@ def _open_pool(config: RouterConfig, info: shard_pb2.InfoResponse) -> BlockPool:
 
 def _open_proposer(
     config: RouterConfig, info: shard_pb2.InfoResponse, budget: TokenBudget
-) -> PromptLookup | None:
-    if not config.speculate:
+) -> Proposer | None:
+    max_drafts = info.max_drafts if config.speculate is None else config.speculate
+    if not max_drafts:
         return None
+    if info.max_drafts:
+        return ShardDrafts(min(max_drafts, info.max_drafts), budget.predict)
     if info.num_states:
         logger.warning("--speculate has no effect: the model keeps a state, which drafts cannot roll back")
         return None
-    return PromptLookup(config.speculate, budget.predict)
+    return PromptLookup(max_drafts, budget.predict)
 
 
 def _open_kv_events(config: RouterConfig) -> "KvEvents | None":

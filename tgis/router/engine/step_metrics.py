@@ -23,6 +23,7 @@ class StepMetrics:
         self._last_answer_at = 0.0
         self._rate = TokenRate()
         metrics.generation_throughput.follow(lambda: self._rate.read(time.monotonic()))
+        metrics.accepted_by_position.add("0", amount=0)  # shown before the first draft
         _follow_scheduler(scheduler, metrics)
 
     def send(self, step: Step) -> None:
@@ -49,6 +50,10 @@ class StepMetrics:
         method = _method(step)
         metrics.batch_duration.observe(now - max(sent_at, self._last_answer_at), method, MAKEUP)
         metrics.forward_duration.observe(answer.forward_s, method, MAKEUP)
+        for result in answer.drafts:
+            metrics.drafted_rows.add()
+            for position in range(result.num_accepted):
+                metrics.accepted_by_position.add(str(position))
         if metrics.aliases is not None:
             metrics.aliases.observe_step(answer.num_tokens)
         self._last_answer_at = now

@@ -32,6 +32,10 @@ class AliasedMetrics(Protocol):
     prefix_cache_queries: Counter
     prefix_cache_hits: Counter
     preemptions: Counter
+    drafts: Counter
+    drafted_rows: Counter
+    accepted_drafts: Counter
+    accepted_by_position: Counter
     request_success: Counter
     request_failure: Counter
     request_max_new_tokens: Histogram

@@ -322,6 +322,14 @@ class Metrics(SeriesRegistry):
         )
         self.drafts = self._counter("tgi_speculation_drafted_tokens", "Computed draft tokens")
         self.accepted_drafts = self._counter("tgi_speculation_accepted_tokens", "Accepted draft tokens")
+        self.drafted_rows = self._counter(
+            "tgi_speculation_drafts", "Sequences of draft tokens, at most one per input and step"
+        )
+        self.accepted_by_position = self._counter(
+            "tgi_speculation_accepted_tokens_by_position",
+            "Accepted draft tokens by their position after the last token, from 0",
+            "position",
+        )
 
     def _declare_tls(self) -> None:
         self.tls_seconds_left = self._gauge(

@@ -211,8 +211,8 @@ class Scheduler:
             max_tokens = num_tokens
             if proposer is not None:
                 drafts = self._propose(sequence, proposer)
-                if drafts.token_ids and sequence.num_unanswered:
-                    continue  # the drafts follow its last token, which is unknown
+                if sequence.num_unanswered and (drafts.token_ids or drafts.waits):
+                    continue  # router's drafts follow its last token, which is unknown
                 max_tokens += drafts.max_tokens
             new_blocks: AnySequence[int] = ()
             if max_tokens > len(sequence.block_table) * block_size:

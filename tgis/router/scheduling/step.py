@@ -13,6 +13,9 @@ class Drafts(NamedTuple):
     token_ids: AnySequence[int] = ()
     max_proposed: int = 0
     """Maximum number of drafts that the shards may propose; 0 if there are token ids."""
+    waits: bool = False
+    """True if the sequence waits until all its tokens are answered, even without drafts. Otherwise, every
+    second step would have only the sequences without drafts."""
 
     @property
     def max_tokens(self) -> int:
@@ -21,6 +24,14 @@ class Drafts(NamedTuple):
 
 
 NO_DRAFTS = Drafts()
+
+
+class DraftResult(NamedTuple):
+    """Numbers of a sequence's drafts in an answered step."""
+
+    sequence: Sequence
+    num_drafts: int
+    num_accepted: int
 
 
 class WorkItem(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tgis.pb import shard_pb2 as pb
-from tgis.router.scheduling.step import Step, WorkItem
+from tgis.router.scheduling.step import DraftResult, Step, WorkItem
 from tgis.router.sequence import AdapterInfo, Details, Sequence, TokenDetail
 
 TopTokens = tuple[tuple[int, float], ...]
@@ -54,6 +54,8 @@ class StepAnswer:
     """Number of drafts that the shards proposed."""
     path: str
     """`StepPath` in lower case, such as graph; empty if the shards have no GPU."""
+    drafts: AnySequence[DraftResult] = ()
+    """Results of the sequences with drafts."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +109,7 @@ def decode_answer(step: Step, response: pb.StepResponse) -> StepAnswer:
         response.forward_ns / 1e9,
         sum(proposed.values()),
         _read_path(response),
+        [*_draft_results(step, response, proposed)] if step.num_drafts or proposed else (),
     )
 
 
@@ -189,6 +192,15 @@ def _read_proposed(step: Step, response: pb.StepResponse) -> dict[int, int]:
     if any(not 0 <= count <= max_proposed[row] for row, count in proposed.items()):
         raise ValueError("the response has more drafts than allowed")
     return proposed
+
+
+def _draft_results(step: Step, response: pb.StepResponse, proposed: dict[int, int]) -> Iterator[DraftResult]:
+    rows = _integers(response.rows)
+    counts = dict(zip(rows, _integers(response.num_tokens) or [1] * len(rows), strict=True))
+    for item in step.work:
+        num_drafts = len(item.drafts.token_ids) + proposed.get(item.row, 0)
+        if num_drafts:
+            yield DraftResult(item.sequence, num_drafts, max(counts.get(item.row, 0) - 1, 0))
 
 
 def _sampled(step: Step, response: pb.StepResponse) -> list[SampledToken]:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # files.
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+MODEL_FILES = (SAFETENSORS, PICKLES)
+PICKLE_SUFFIXES = (".bin", ".pt")
 # Files are reopened after this fraction of the checkpoint, within these limits, because pages that were read
 # count as memory until then. Reopening a file takes about 20 ms.
 REOPEN_FRACTION = 1 / 32
@@ -49,18 +51,19 @@ TensorFile = Mapping[str, Tensor] | _Safetensors
 
 
 class Checkpoint:
-    """Tensors in `directory`, by name. Safetensors files are preferred to pickles. Raises WeightsError if the
-    directory has no weights, or if files of them are missing."""
+    """Tensors in `directory`, by name. Of `files`, those of the first format that is there are read. Raises
+    WeightsError if the directory has no weights, or if files of them are missing."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, files: Sequence[tuple[str, str]] = MODEL_FILES):
         self._directory = directory
+        self._files = files
         self._open: dict[str, TensorFile] = {}
         self._heights: dict[str, int] = {}  # size of the first axis of each fetched tensor
         self._taken: dict[str, set[int]] = {}  # indices of the requested entries of each fetched tensor
         self._file_of = self._list_tensors()
         self._unclosed_bytes = 0
-        files = [directory / name for name in set(self._file_of.values())]
-        num_bytes = sum(file.stat().st_size for file in files)
+        paths = [directory / name for name in set(self._file_of.values())]
+        num_bytes = sum(path.stat().st_size for path in paths)
         self._reopen_bytes = min(max(int(num_bytes * REOPEN_FRACTION), MIN_REOPEN_BYTES), MAX_REOPEN_BYTES)
         self.progress = LoadProgress(num_bytes)
 
@@ -140,14 +143,14 @@ class Checkpoint:
 
     def _list_tensors(self) -> dict[str, str]:
         """Map each tensor's name to the name of its file."""
-        for single, index in (SAFETENSORS, PICKLES):
+        for single, index in self._files:
             file = self._directory / single
             if file.is_file():
                 self._open[single] = _open(file)
                 return dict.fromkeys(self._open[single].keys(), single)
             if (self._directory / index).is_file():
                 return _read_index(self._directory / index)
-        known = " or ".join((*SAFETENSORS, *PICKLES))
+        known = " or ".join(name for names in self._files for name in names)
         raise WeightsError(f"{self._directory} has no weights: there is no {known}")
 
 
@@ -165,7 +168,7 @@ def _count_weights(name: str, tensor: Tensor, format: Format | None) -> int:
 def _open(file: Path) -> TensorFile:
     """Open a file of tensors. Raises WeightsError."""
     try:
-        if file.suffix != ".bin":
+        if file.suffix not in PICKLE_SUFFIXES:
             return _Safetensors(file)
         if not _can_map(file):
             logger.warning("%s has an old format: the whole file is loaded into memory to read it", file)
@@ -192,7 +195,7 @@ def _get(tensors: TensorFile, name: str, label: str) -> Tensor:
 def _can_map(file: Path) -> bool:
     """Return True if the file can be mapped into memory. Raises WeightsError."""
     try:
-        return file.suffix != ".bin" or can_map(file)
+        return file.suffix not in PICKLE_SUFFIXES or can_map(file)
     except OSError as error:
         raise _unreadable(file, error) from error
 

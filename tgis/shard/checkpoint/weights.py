@@ -261,14 +261,19 @@ def first_of(source: Source, *others: Source) -> Source:
 class Weights:
     """Tensors of the checkpoint in `directory`, by the model's module paths. `sources` is keyed by module
     path, with {i} for the layer number and {e} for the expert number. `prefix` is a leading part of names
-    that some checkpoints lack; `format` is the format of quantized weights. Leaving the context closes the
-    files and logs how much was read; tensors that were read stay valid. Raises WeightsError if there are no
-    weights."""
+    that some checkpoints lack; `format` is the format of quantized weights. `checkpoint` replaces the one in
+    `directory`. Leaving the context closes the files and logs how much was read; tensors that were read stay
+    valid. Raises WeightsError if there are no weights."""
 
     def __init__(
-        self, directory: Path, sources: Mapping[str, Source], prefix: str = "", format: Format | None = None
+        self,
+        directory: Path,
+        sources: Mapping[str, Source],
+        prefix: str = "",
+        format: Format | None = None,
+        checkpoint: OpenCheckpoint | None = None,
     ):
-        self._checkpoint = open_checkpoint(directory)
+        self._checkpoint = checkpoint or open_checkpoint(directory)
         self._sources = sources
         self.prefix = prefix
         self._modules = StoredModules(self._checkpoint, prefix, format)

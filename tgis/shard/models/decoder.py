@@ -258,10 +258,17 @@ class Decoder:
         return x if delta is None else self.parts.kernels.add(x, delta)
 
     @torch.inference_mode()
-    def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+    def final_states(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         x = self._norm(x.contiguous()) if self._norm else x.contiguous()
-        x = self._project(x, adapters) if self._project else x
-        scores = self._head(x, adapters)  # [n, vocab_size]
+        return self._project(x, adapters) if self._project else x
+
+    @torch.inference_mode()
+    def scores(self, states: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        return self._head(states, adapters)
+
+    @torch.inference_mode()
+    def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        scores = self.scores(self.final_states(x, adapters), adapters)  # [n, vocab_size]
         if self.spec.logit_scale != 1:
             scores = self.parts.kernels.scale(scores, self.spec.logit_scale)
         if cap := self.spec.logit_soft_cap:

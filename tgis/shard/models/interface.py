@@ -84,6 +84,18 @@ class AdaptableModel(Model, Protocol):
 
 
 @runtime_checkable
+class SpeculativeModel(AdaptableModel, Protocol):
+    """Model whose last states a speculator reads. `logits` are the scaled scores of the final states."""
+
+    def final_states(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """Return the input of the head, float32 [n, prompt_width], for rows of `forward`'s result. All ranks
+        return the same."""
+
+    def scores(self, states: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """Return the head's float32 scores, [n, vocab_size], of final states. All ranks return the same."""
+
+
+@runtime_checkable
 class EncodingModel(Model, Protocol):
     def encode(self, inputs: StepInputs, attention: Attention) -> None:
         """Encode whole inputs. Write the keys and values of cross-attention to the blocks of

@@ -12,10 +12,11 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import EncodingModel
-from tgis.shard.runner.batch_builder import BatchBuilder
+from tgis.shard.runner.batch_builder import Batch, BatchBuilder
 from tgis.shard.runner.columns import read_column
 from tgis.shard.runner.forward import Forward, Outputs
 from tgis.shard.runner.host_sampler import HostSampler
+from tgis.shard.runner.proposer import SpeculatorProposer
 from tgis.shard.runner.row_table import Integers, RowTable
 from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import Guides
@@ -43,7 +44,9 @@ class HostModelRunner:
         guides: Guides,
         info: pb.InfoResponse,
         adapters: LoadedAdapters,
+        speculator: SpeculatorProposer | None = None,
     ) -> None:
+        """Create a runner. `speculator` is the proposer of the builder, if that one needs states."""
         self.info = info
         self.adapters = adapters
         self.model = forward.model
@@ -51,6 +54,7 @@ class HostModelRunner:
         self._builder = builder
         self._table = builder.table
         self._guides = guides
+        self._speculator = speculator
         self._is_answering = info.rank == 0
         self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)
 
@@ -58,6 +62,8 @@ class HostModelRunner:
         """Forget all rows."""
         self._table.reset()
         self._guides.reset()
+        if self._speculator is not None:
+            self._speculator.reset()
 
     def launch(self, request: pb.StepRequest) -> ComputedStep:
         began = time.perf_counter_ns()
@@ -74,12 +80,21 @@ class HostModelRunner:
                 assert isinstance(self.model, EncodingModel), "encoder inputs for a model without an encoder"
                 self.model.encode(encoder_inputs, self.forward.attention)
             if batch is not None:
-                outputs = self.forward(batch)
-                self._sampler.answer(batch.work, batch.inputs.adapters, outputs, response)
+                self._compute_batch(batch, response)
         if states is not None:
             save_states(request, states, self._table)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
+
+    def _compute_batch(self, batch: Batch, response: pb.StepResponse) -> None:
+        work = batch.work
+        adapters = batch.inputs.adapters
+        x, logits = self.forward(batch)
+        if self._speculator is not None and work.drafts is not None:
+            x = x.clone()  # rows that are computed again without drafts overwrite it
+        self._sampler.answer(work, adapters, (x, logits), response)
+        if self._speculator is not None:
+            self._speculator.keep_states(work.rows, work.starts, work.layout.begins, x, adapters)
 
     def _compute(self, rows: Integers) -> Outputs:
         return self.forward(self._builder.pack_work(self._builder.find_last(rows)))

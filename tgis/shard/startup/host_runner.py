@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from tgis.shard.attention.interface import Attention
 from tgis.shard.attention.layered import open_attention
 from tgis.shard.memory.kv_cache import KVCache
-from tgis.shard.models.interface import Model
+from tgis.shard.models.interface import Model, SpeculativeModel
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward
 from tgis.shard.runner.model_runner import HostModelRunner
+from tgis.shard.runner.proposer import SpeculatorProposer
 from tgis.shard.runner.row_table import RowTable
 from tgis.shard.startup.platform import Platform, RunnerParts
 
@@ -25,8 +26,9 @@ class HostRunners:
         attention = open_attention(parts.cache, self.attention)
         table = RowTable(parts.max_rows, parts.limits, on.device, parts.adapters)
         forward = self._make_forward(parts.model, attention, parts.can_capture)
-        builder = BatchBuilder(table, attention, states=parts.states)
-        return HostModelRunner(forward, builder, parts.guides, parts.info, parts.adapters)
+        proposer = _make_proposer(parts, table)
+        builder = BatchBuilder(table, attention, proposer, states=parts.states)
+        return HostModelRunner(forward, builder, parts.guides, parts.info, parts.adapters, proposer)
 
     def _make_forward(self, model: Model, attention: Attention, can_capture: bool) -> Forward:
         if not (self.captures_steps and can_capture):
@@ -34,3 +36,10 @@ class HostRunners:
         from tgis.shard.runner.graph_forward import GraphForward  # imports numba
 
         return GraphForward(model, attention)
+
+
+def _make_proposer(parts: RunnerParts, table: RowTable) -> SpeculatorProposer | None:
+    if parts.speculator is None:
+        return None
+    assert isinstance(parts.model, SpeculativeModel), "the speculator was loaded for it"
+    return SpeculatorProposer(parts.speculator, parts.model, table)

@@ -35,6 +35,8 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
+from tgis.shard.speculators.interface import Speculator, SpeculatorError
+from tgis.shard.speculators.registry import load_speculator
 from tgis.shard.startup import choose_platform, engine_choice, memory_plan
 from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.cache_type import CacheType, choose_cache_type
@@ -134,12 +136,13 @@ class LoadPlan:
         factors = probe.factors if probe is not None else NO_FACTORS
         model = self.choice.load(group, self.dtype, on.kernels, factors=factors)
         _check_length(model.spec, demand.max_sequence_length)
+        speculator = self._load_speculator(model)
         release_memory()
         weight_gib = (on.memory.memory_used() - before) / GIB
         guides.wait_until_ready()  # so that the measurement of a step below excludes the tokenizer's memory
         if self.limits.adapter_bytes:
             on.kernels.prepare_adapters()
-        loaded = _Loaded(self, info, model, group, guides, open_adapters(config, model))
+        loaded = _Loaded(self, info, model, group, guides, open_adapters(config, model), speculator)
         runner = loaded.sizing().make_sized_runner()
         if runner.info.num_states:
             logger.info(
@@ -160,6 +163,14 @@ class LoadPlan:
             demand.max_sequence_length,
         )
         return runner
+
+    def _load_speculator(self, model: Model) -> Speculator | None:
+        path = self.config.speculator
+        if path is None:
+            return None
+        if self.on.device.type != "cpu":
+            raise SpeculatorError(f"--speculator {path}: speculators run only on CPUs: set --device cpu")
+        return load_speculator(Path(path), model, self.dtype)
 
     def _open_probe(self, group: ProcessGroup) -> Probe | None:
         longest = min(self.demand.max_sequence_length - 1, self.config.max_step_tokens)
@@ -255,6 +266,7 @@ class _Loaded:
     group: ProcessGroup
     guides: Guides
     adapters: LoadedAdapters
+    speculator: Speculator | None
 
     @property
     def block_bytes(self) -> int:
@@ -307,6 +319,7 @@ class _Loaded:
         )
         info = pb.InfoResponse(num_blocks=num_blocks, num_states=num_states)
         info.MergeFrom(self.info)
+        info.max_drafts = 0 if self.speculator is None else self.speculator.num_tokens
         shape = find_state_shape(spec, self.group.size)
         limits = RowLimits(
             demand.max_sequence_length,
@@ -325,6 +338,7 @@ class _Loaded:
             limits,
             demand.max_batch_size,
             self.can_capture,
+            self.speculator,
         )
         return on.make_runner(on, parts)
 

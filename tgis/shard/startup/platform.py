@@ -22,6 +22,7 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides
+from tgis.shard.speculators.interface import Speculator
 
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -79,6 +80,7 @@ class RunnerParts:
     limits: RowLimits
     max_rows: int
     can_capture: bool  # the model's steps can be captured
+    speculator: Speculator | None = None
 
 
 @dataclass(frozen=True)

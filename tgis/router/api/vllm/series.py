@@ -129,6 +129,7 @@ class VllmSeries:
         self._lengths = _one_two_five(max_sequence_length)
         self._declare_state(metrics)
         self._declare_counts(metrics)
+        self._declare_drafts(metrics)
         self._declare_lengths(metrics)
         self._declare_intervals(metrics)
         self._declare_durations(metrics)
@@ -192,6 +193,25 @@ class VllmSeries:
                 "Texts that ended (stop, length), were cancelled (abort) or failed (error)",
                 (*MODEL_LABELS, "finished_reason"),
                 lambda: {(*labels, reason): n for reason, n in _finished(success, failure).items()},
+            )
+        )
+
+    def _declare_drafts(self, metrics: AliasedMetrics) -> None:
+        names = (
+            ("num_drafts", metrics.drafted_rows),
+            ("num_draft_tokens", metrics.drafts),
+            ("num_accepted_tokens", metrics.accepted_drafts),
+        )
+        for name, counter in names:
+            self._count(f"spec_decode_{name}", counter.help, _total(counter))
+        labels = self._labels
+        by_position = metrics.accepted_by_position
+        self._add(
+            CounterView(
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                by_position.help,
+                (*MODEL_LABELS, "position"),
+                lambda: {(*labels, position): n for (position,), n in by_position.values().items()},
             )
         )
 

@@ -1,8 +1,9 @@
 """Interface of draft proposers."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
-from tgis.router.scheduling.step import Drafts
+from tgis.router.scheduling.step import DraftResult, Drafts, Step
 from tgis.router.sequence import Sequence
 
 
@@ -18,3 +19,6 @@ class Proposer(Protocol):
 
         Token ids are part of the step only if the sequence has no unanswered token, because they follow its
         last token. Otherwise the sequence waits, and this is called again for a later step."""
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+        """Learn from the results of an answered step, which the shards computed in `seconds`."""

@@ -6,7 +6,7 @@ from itertools import accumulate
 from operator import mul
 from weakref import WeakKeyDictionary
 
-from tgis.router.scheduling.step import NO_DRAFTS, Drafts
+from tgis.router.scheduling.step import NO_DRAFTS, DraftResult, Drafts, Step
 from tgis.router.sequence import Sequence
 
 BITS = 21  # bits of a token id
@@ -126,3 +126,6 @@ class PromptLookup:
         if not sequence.num_unanswered:
             self._left -= len(gains)
         return Drafts(history.expect(len(gains)))
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+        """Do nothing: the indexes read the accepted tokens."""

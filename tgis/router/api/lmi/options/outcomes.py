@@ -149,6 +149,9 @@ class _Application:
         text = "" if is_off else self._convert(alias, one)
         note = f"; {alias.why}" if alias.why else ""
         flag = _OWN_NAMES[alias.means]
+        if alias.convert_more is not None:
+            for option, value_text in alias.convert_more(one.text).items():
+                self._set(option, value_text, one)
         if not text:
             return Verdict.USED, f": {flag} is unchanged"
         value = self._set(alias.means, text, one)

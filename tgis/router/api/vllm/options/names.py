@@ -7,6 +7,7 @@ from tgis.config.option_names import OptionNames
 from tgis.router.api.vllm.options.arguments import rewrite
 from tgis.router.api.vllm.options.values import (
     at_most,
+    find_speculator,
     only,
     to_adapters,
     to_drafts,
@@ -18,6 +19,7 @@ from tgis.router.api.vllm.options.values import (
     to_number,
     to_origins,
     to_scheme,
+    to_speculator,
 )
 
 BLOCK_SIZE = 16  # tokens per block in vLLM, unless --block-size sets another number
@@ -90,7 +92,15 @@ MAPPED = (
     _means("cuda_graph_sizes", "cuda_graphs", "several numbers may follow"),
     _means("lora_modules", "lora_adapters", "NAME=PATH or JSON objects", convert=to_adapters),
     _means("num_speculative_tokens", "speculate"),
-    _means("speculative_config", "speculate", "JSON of the method ngram", short="-sc", convert=to_drafts),
+    _means(
+        "speculative_config",
+        "speculate",
+        "JSON; `model`, a speculator, is --speculator, except for the method ngram",
+        short="-sc",
+        convert=to_drafts,
+        convert_more=find_speculator,
+    ),
+    _means("speculative_model", "speculator", "[ngram] is --speculate alone", convert=to_speculator),
     _means("otlp_traces_endpoint", "otlp_endpoint"),
     _means("allowed_origins", "cors_allow_origin", "a JSON list", convert=to_origins),
     _means("ssl_keyfile", "tls_key_path"),
@@ -203,7 +213,6 @@ WITHOUT_EFFECT = (
     _only("cpu_offload_gb", "0|0.0", "weights stay on the device of --device"),
     _only("response_role", "assistant", "the role of responses is always assistant"),
     _only("ssl_cert_reqs", "0", "use --tls-client-ca-cert-path and --http-api-port"),
-    _only("speculative_model", "[ngram]", "draft models are not supported: see --speculate"),
     _only("fingerprint_mode", "none", "responses have no fingerprint"),
     *_variables(OWN_KERNELS, "VLLM_ATTENTION_BACKEND", "VLLM_FLASH_ATTN_VERSION"),
     *_variables(

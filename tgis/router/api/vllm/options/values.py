@@ -15,6 +15,8 @@ _NUMBER = re.compile(r"(\d{1,100}(?:\.\d{1,100})?)([kKmMgGtT]?)")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SCHEMES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "gguf": ""}
 _FLOORS = {"fcfs": "0", "priority": str(MIN_PRIORITY)}
+_NGRAM = ("ngram", "[ngram]")
+_SPECULATORS = ("mlp_speculator", "medusa")
 _ENGINES = {"auto": "", "vllm": "tgis_native", "transformers": "hf_transformers"}
 
 
@@ -78,13 +80,39 @@ def to_adapters(text: str) -> str:
 
 
 def to_drafts(text: str) -> str:
-    """Return the number of draft tokens in a JSON configuration of n-gram speculation."""
-    config = _read_json(text)
-    method = config.get("method") or config.get("model") if isinstance(config, dict) else None
-    number = config.get("num_speculative_tokens") if isinstance(config, dict) else None
-    if method not in ("ngram", "[ngram]") or type(number) is not int:
-        raise ValueError("only the method ngram with num_speculative_tokens is supported")
+    """Return the number of draft tokens in a JSON configuration of speculation; empty if it has none."""
+    config = _read_speculation(text)
+    number = config.get("num_speculative_tokens")
+    if number is None and find_speculator(text):
+        return ""
+    if type(number) is not int:
+        raise ValueError("num_speculative_tokens is not a number")
     return str(number)
+
+
+def find_speculator(text: str) -> dict[str, str]:
+    """Return the options for the speculator in a JSON configuration of speculation; empty for the method
+    ngram."""
+    config = _read_speculation(text)
+    method = config.get("method")
+    model = config.get("model")
+    if method in _NGRAM or (method is None and model in _NGRAM):
+        return {}
+    if method not in (None, *_SPECULATORS) or not isinstance(model, str) or not model:
+        raise ValueError(f"only ngram, and {' and '.join(_SPECULATORS)} with a model, are supported")
+    return {"speculator": model}
+
+
+def to_speculator(text: str) -> str:
+    """Return the name of a speculator, empty for n-gram speculation."""
+    return "" if text in _NGRAM else text
+
+
+def _read_speculation(text: str) -> dict[str, object]:
+    config = _read_json(text)
+    if not isinstance(config, dict):
+        raise ValueError("it is not a JSON object")
+    return config
 
 
 def to_graphs(text: str) -> str:

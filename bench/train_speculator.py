@@ -1,0 +1,346 @@
+"""Trains an MLP speculator and Medusa heads for a model on its own answers, to measure speculation on real
+text. The prompts are about sections of this repository's documentation; every tenth is held out."""
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from bench.real_model import convert_real_model
+from tgis.shard.attention.interface import Attention, StepLayout
+from tgis.shard.attention.layered import open_attention
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.kernels.cpu.attention.attention import CpuAttention
+from tgis.shard.memory.layered_cache import allocate_cache
+from tgis.shard.models import registry
+from tgis.shard.models.decoder import Decoder
+from tgis.shard.models.interface import StepInputs
+
+ALONE = ProcessGroup(0, 1)
+BLOCK_SIZE = 16
+NUM_ROWS = 32  # texts generated at once
+NEW_TOKENS = 160
+MAX_PROMPT_TOKENS = 300
+TEMPERATURE = 0.7
+HELD_OUT = 10  # every tenth prompt
+NUM_TOKENS = 3
+BATCH = 1024  # training examples
+LEARNING_RATE = 2e-3
+EPS = 1e-6
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+TASKS = (
+    "Explain the following text in simple words.\n\n{}",
+    "Summarize the following text.\n\n{}",
+    "List the important points of this text.\n\n{}",
+    "Write a short introduction for an article about this topic: {}",
+    "What questions could a reader ask about this text? Answer them.\n\n{}",
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """Prompt and answer, with the model's final states."""
+
+    token_ids: Tensor  # int64 [num_tokens]
+    states: Tensor  # float16 [num_tokens, width]
+    prompt_len: int
+
+
+class Runner:
+    """Model with a cache for NUM_ROWS texts."""
+
+    def __init__(self, directory: Path) -> None:
+        settings = json.loads((directory / "config.json").read_text())
+        self.model: Any = registry.load(directory, settings, ALONE, torch.float32)
+        assert isinstance(self.model, Decoder)
+        self._num_blocks = -(-(MAX_PROMPT_TOKENS + NEW_TOKENS) // BLOCK_SIZE)
+        cache = allocate_cache(self.model.spec, ALONE, NUM_ROWS * self._num_blocks, BLOCK_SIZE, torch.float32)
+        self._attention: Attention = open_attention(cache, CpuAttention)
+
+    @torch.inference_mode()
+    def compute(self, rows: Sequence[int], token_ids: Sequence[list[int]], start: Sequence[int]) -> Tensor:
+        """Compute the tokens of each row from `start` on. Return their final states, [num_tokens, width]."""
+        new = [ids[begin:] for ids, begin in zip(token_ids, start, strict=True)]
+        tables = [range(row * self._num_blocks, (row + 1) * self._num_blocks) for row in rows]
+        positions = [torch.arange(begin, len(ids)) for ids, begin in zip(token_ids, start, strict=True)]
+        layout = StepLayout(
+            torch.tensor([0, *map(len, new)]).cumsum(0).to(torch.int32),
+            torch.cat(positions),
+            torch.tensor([*map(len, token_ids)], dtype=torch.int32),
+            torch.tensor([*map(list, tables)], dtype=torch.int32),
+        )
+        ids = torch.tensor([token for part in new for token in part])
+        inputs = StepInputs(ids, layout.positions, layout, self._attention.plan(layout, "self"))
+        x = self.model.forward(inputs, self._attention)
+        states: Tensor = self.model.final_states(x)
+        return states.clone()
+
+
+def make_prompts() -> list[str]:
+    """Return prompts about paragraphs of the documentation."""
+    paragraphs = [
+        paragraph.replace("\n", " ")
+        for path in sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+        for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8"))
+        if len(paragraph) > 150 and paragraph[0].isalpha() and "|" not in paragraph
+    ]
+    return [CHAT.format(TASKS[i % len(TASKS)].format(text[:900])) for i, text in enumerate(paragraphs)]
+
+
+def generate(
+    runner: Runner, tokenizer: Tokenizer, prompts: Sequence[str], eos: int, is_greedy: bool
+) -> list[Example]:
+    """Return the model's answers to at most NUM_ROWS prompts."""
+    texts: list[list[int]] = [tokenizer.encode(prompt).ids[-MAX_PROMPT_TOKENS:] for prompt in prompts]
+    lengths = [len(ids) for ids in texts]
+    parts: list[list[Tensor]] = [[] for _ in texts]
+    live, start = list(range(len(texts))), [0] * len(texts)
+    while live:
+        states = runner.compute(live, [texts[i] for i in live], [start[i] for i in live])
+        counts = [len(texts[i]) - start[i] for i in live]
+        ends = torch.tensor(counts).cumsum(0) - 1
+        scores = runner.model.scores(states[ends])
+        chosen = scores.argmax(-1)
+        if not is_greedy:
+            chosen = torch.multinomial((scores / TEMPERATURE).softmax(-1), 1)[:, 0]
+        for i, piece, token in zip(list(live), states.split(counts), chosen.tolist(), strict=True):
+            parts[i].append(piece.half())
+            start[i] = len(texts[i])
+            texts[i].append(token)
+            if token == eos or len(texts[i]) - lengths[i] >= NEW_TOKENS:
+                live.remove(i)
+    return [
+        Example(torch.tensor(ids[:-1]), torch.cat(states), length)
+        for ids, states, length in zip(texts, parts, lengths, strict=True)
+    ]
+
+
+def index_tokens(known: Tensor, vocab_size: int) -> Tensor:
+    """Return the index of each token in `known`, and their number for other tokens."""
+    index = torch.full((vocab_size,), len(known))
+    index[known] = torch.arange(len(known))
+    return index
+
+
+class MLPHeads(nn.Module):
+    """Trainable MLP speculator. Embeddings and heads have rows for the tokens `known` only; the others stay
+    zero. They begin with the model's own head, in as many dimensions as there are."""
+
+    def __init__(self, head: Tensor, vocab_size: int, inner_dim: int, known: Tensor) -> None:
+        """`head` has the rows of the known tokens."""
+        super().__init__()
+        width = head.shape[1]
+        self.inner_dim, self.vocab_size, self.width, self.known = inner_dim, vocab_size, width, known
+        self.index = index_tokens(known, vocab_size)
+        vectors, sizes, axes = torch.linalg.svd(head, full_matrices=False)
+        inner = vectors[:, :inner_dim] * sizes[:inner_dim]  # the tokens in the head's largest directions
+        inner /= inner.std()
+        scale = inner_dim**-0.5
+        embeddings = F.pad(inner * scale, (0, 0, 0, 1))  # the last row is for all other tokens
+        self.emb = nn.ParameterList(embeddings.clone() for _ in range(NUM_TOKENS))
+        first = axes[:inner_dim] * width**-0.5
+        self.proj = nn.ParameterList([first.clone(), *(torch.eye(inner_dim) for _ in range(NUM_TOKENS - 1))])
+        self.ln = nn.ParameterList(torch.ones(inner_dim) for _ in range(NUM_TOKENS))
+        self.shift = nn.ParameterList(torch.zeros(inner_dim) for _ in range(NUM_TOKENS))
+        self.head = nn.ParameterList(inner * scale for _ in range(NUM_TOKENS))
+        self.state_weight = 0.5 ** (0.5 / NUM_TOKENS)
+        self.emb_weight = math.sqrt((1 - self.state_weight**2) * inner_dim / 2)
+
+    def run(self, states: Tensor, token_at: Callable[[int, Tensor | None], Tensor]) -> Iterator[Tensor]:
+        """Yield the scores of each stage. `token_at` returns the token before a stage, given the scores of
+        the stage before."""
+        scores: Tensor | None = None
+        for stage in range(NUM_TOKENS):
+            embedded = F.embedding(self.index[token_at(stage, scores)], self.emb[stage])
+            mixed = states @ self.proj[stage].T * self.state_weight + embedded * self.emb_weight
+            mixed = mixed * torch.rsqrt(mixed.pow(2).mean(-1, keepdim=True) + EPS)
+            states = F.gelu(mixed * self.ln[stage] + self.shift[stage])
+            scores = states @ self.head[stage].T
+            yield scores
+
+    def save(self, directory: Path) -> None:
+        tensors: dict[str, Tensor] = {}
+        for i in range(NUM_TOKENS):
+            head = torch.zeros(self.vocab_size, self.inner_dim)
+            head[self.known] = self.head[i].detach()
+            tensors[f"speculator.emb.{i}.weight"] = self.emb[i].detach()[self.index]
+            tensors[f"speculator.proj.{i}.weight"] = self.proj[i].detach()
+            tensors[f"speculator.ln.{i}.weight"] = self.ln[i].detach()
+            tensors[f"speculator.ln.{i}.bias"] = self.shift[i].detach()
+            tensors[f"speculator.head.{i}.weight"] = head
+        config = {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "n_predict": NUM_TOKENS,
+            "inner_dim": self.inner_dim,
+            "emb_dim": self.width,
+            "vocab_size": self.vocab_size,
+            "tie_weights": False,
+            "scale_input": False,
+            "top_k_tokens_per_head": [1] * NUM_TOKENS,
+        }
+        write(directory, config, {name: x.half() for name, x in tensors.items()}, "model.safetensors")
+
+
+class MedusaHeads(nn.Module):
+    """Trainable Medusa heads that use the model's own head."""
+
+    def __init__(self, width: int, head: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.ParameterList(torch.zeros(width, width) for _ in range(NUM_TOKENS))
+        self.bias = nn.ParameterList(torch.zeros(width) for _ in range(NUM_TOKENS))
+        self._head = head  # rows of the known tokens
+
+    def run(self, states: Tensor, token_at: Callable[[int, Tensor | None], Tensor]) -> Iterator[Tensor]:
+        for weight, bias in zip(self.linear, self.bias, strict=True):
+            yield (states + F.silu(states @ weight.T + bias)) @ self._head.T
+
+    def save(self, directory: Path) -> None:
+        tensors = {f"{i}.0.linear.weight": each.detach().half() for i, each in enumerate(self.linear)}
+        tensors |= {f"{i}.0.linear.bias": each.detach().half() for i, each in enumerate(self.bias)}
+        config = {"medusa_num_heads": NUM_TOKENS, "medusa_num_layers": 1}
+        write(directory, config, tensors, "medusa_lm_head.safetensors")
+
+
+Heads = MLPHeads | MedusaHeads
+
+
+def write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    save_file({name: x.contiguous() for name, x in tensors.items()}, directory / file)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Places in answers, with the states before them and the tokens after them."""
+
+    states: Tensor  # float16 [n, width]
+    token_ids: Tensor  # int64 [n, NUM_TOKENS + 1], the last token and its successors
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> "Batches":
+        states, windows = [], []
+        for example in examples:
+            first = example.prompt_len - 1
+            count = len(example.token_ids) - NUM_TOKENS - 1 - first
+            if count > 0:
+                states.append(example.states[first : first + count])
+                windows.append(example.token_ids[first + 1 :].unfold(0, NUM_TOKENS + 1, 1)[:count])
+        return cls(torch.cat(states), torch.cat(windows))
+
+
+def train(heads: Heads, batches: Batches, known: Tensor, vocab_size: int, seconds: float) -> None:
+    """Train for a time, with a learning rate that falls to zero."""
+    index = index_tokens(known, vocab_size)
+    rest = math.log(vocab_size - len(known))
+    optimizer = torch.optim.AdamW(heads.parameters(), LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    began = last = time.monotonic()
+    while (elapsed := time.monotonic() - began) < seconds:
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * elapsed / seconds))
+        at = torch.randint(len(batches.states), (BATCH,))
+        ids = batches.token_ids[at]
+        losses = []
+        for stage, scores in enumerate(
+            heads.run(batches.states[at].float(), lambda i, _, ids=ids: ids[:, i])
+        ):
+            # All tokens that never occur have the score 0.
+            full = F.pad(scores, (0, 1), value=rest)
+            losses.append(F.cross_entropy(full, index[ids[:, stage + 1]]))
+        loss = torch.stack(losses).sum()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if time.monotonic() - last > 20:
+            last = time.monotonic()
+            report(f"{elapsed:.0f} s: losses {', '.join(f'{each.item():.2f}' for each in losses)}")
+
+
+@torch.inference_mode()
+def measure(heads: Heads, batches: Batches, known: Tensor) -> list[float]:
+    """Return the share of places at which the first proposal is right, the first two are, and so on."""
+    states, ids = batches.states.float(), batches.token_ids
+    right = torch.ones(len(ids), dtype=torch.bool)
+    rates = []
+
+    def token_at(stage: int, scores: Tensor | None) -> Tensor:
+        return ids[:, 0] if scores is None else known[scores.argmax(-1)]
+
+    for stage, scores in enumerate(heads.run(states, token_at)):
+        right &= known[scores.argmax(-1)] == ids[:, stage + 1]
+        rates.append(right.float().mean().item())
+    return rates
+
+
+def report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def collect(runner: Runner, directory: Path, seconds: float) -> tuple[list[Example], list[Example]]:
+    """Return examples to train on and held-out ones, generated for a time."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    eos = tokenizer.token_to_id("<|im_end|>")
+    prompts = make_prompts()
+    held_out = prompts[::HELD_OUT][:NUM_ROWS]
+    others = [prompt for i, prompt in enumerate(prompts) if i % HELD_OUT]
+    examples: list[Example] = []
+    began, first, is_greedy = time.monotonic(), 0, True
+    while time.monotonic() - began < seconds:
+        chunk = others[first : first + NUM_ROWS]
+        first += NUM_ROWS
+        if first >= len(others):
+            first, is_greedy = 0, False
+        examples += generate(runner, tokenizer, chunk, eos, is_greedy)
+        report(f"{time.monotonic() - began:.0f} s: {len(examples)} answers")
+    return examples, generate(runner, tokenizer, held_out, eos, is_greedy=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.train_speculator", description="Trains a speculator for SmolLM2-135M-Instruct."
+    )
+    parser.add_argument("output", type=Path, help="directory; each kind gets a folder in it")
+    parser.add_argument(
+        "--generate-s", type=float, default=420, help="time for answers (default %(default)s)"
+    )
+    parser.add_argument("--train-s", type=float, default=300, help="time for each kind (default %(default)s)")
+    parser.add_argument("--inner-dim", type=int, default=192, help="of the MLP (default %(default)s)")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    directory = convert_real_model()
+    runner = Runner(directory)
+    examples, held_out = collect(runner, directory, options.generate_s)
+    train_on, test_on = Batches.of(examples), Batches.of(held_out)
+    known = train_on.token_ids.unique()
+    report(f"{len(train_on.states)} places to train on, {len(known)} different tokens")
+    model = runner.model
+    width, vocab_size = model.prompt_width, model.spec.vocab_size
+    head = model.scores(torch.eye(width)).T[known].contiguous()
+    kinds: dict[str, Heads] = {
+        "mlp": MLPHeads(head, vocab_size, options.inner_dim, known),
+        "medusa": MedusaHeads(width, head),
+    }
+    figures = {}
+    for name, heads in kinds.items():
+        train(heads, train_on, known, vocab_size, options.train_s)
+        heads.save(options.output / name)
+        rates = measure(heads, test_on, known)
+        figures[name] = {"right": rates, "tokens_per_step": 1 + sum(rates)}
+    print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

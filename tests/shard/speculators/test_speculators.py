@@ -1,0 +1,290 @@
+"""Compares speculators with plain models of them over transformers' states, and checks that they change no
+output."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.shard.checkpoints import write_llama
+from tests.support.shard.drafting import DraftingRouter, Foreseen, draft_on_rank
+from tests.support.shard.driver import Request, Router, configure, prompts
+from tests.support.shard.messages import EVERY_PARAMETER, GREEDY, SAMPLE, Steps, integers, open_row
+from tests.support.shard.ranks import Ranks
+from tests.support.shard.relay import Copies, serve
+from tests.support.shard.speculators import Heads, Text, make_medusa, make_mlp, read_texts
+from tests.support.shard.tuned import Tuned
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.prompts.lora_files import read_adapter_files
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.runner.model_runner import HostModelRunner
+from tgis.shard.runner.row_table import Integers, TokenIds
+from tgis.shard.speculators.interface import SpeculatorError
+from tgis.shard.startup.load import load
+
+VOCAB_SIZE = 403
+EOS = 1
+EVERYTHING = {"logprobs": True, "ranks": True, "top_n": 3}
+SAMPLINGS: list[dict[str, Any]] = [
+    GREEDY,
+    {**GREEDY, "repetition_penalty": 1.6},
+    SAMPLE,
+    {**SAMPLE, "top_k": 5, "temperature": 0.5},
+    EVERY_PARAMETER,
+]
+DETAILS: list[dict[str, Any]] = [{}, EVERYTHING, {**EVERYTHING, "raw": True}]
+GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
+
+
+class Base(NamedTuple):
+    """Model, requests with their outputs, and their texts with states."""
+
+    directory: Path
+    requests: list[Request]
+    texts: list[Text]
+
+
+def make_requests() -> list[Foreseen]:
+    rng = random.Random(5)
+    requests = []
+    for i, prompt in enumerate(prompts(5, 20, longest=30)):
+        sampling = {**SAMPLINGS[i % len(SAMPLINGS)]}
+        if not sampling["greedy"]:
+            sampling["seed"] = rng.getrandbits(64)
+        grammar = GRAMMAR if i % 7 == 3 else None
+        requests.append(Foreseen(prompt, rng.randint(8, 30), [EOS], sampling, DETAILS[i % 3], grammar))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    directory = tmp_path_factory.mktemp("base")
+    write_llama(directory, vocab_size=VOCAB_SIZE, hidden_size=64, eos_token_id=EOS)
+    write_byte_level(directory, 400)
+    requests: list[Request] = [*make_requests()]
+    Router(load(configure(directory)), 3).run(list(requests))
+    return Base(directory, requests, read_texts(directory, [r.prompt + r.generated for r in requests]))
+
+
+MAKERS: dict[str, Callable[[Base], Heads]] = {
+    "mlp": lambda base: make_mlp(base.texts, VOCAB_SIZE),
+    "mlp_tied_scaled": lambda base: make_mlp(base.texts, VOCAB_SIZE, True, True, 4, prefix=""),
+    "medusa": lambda base: make_medusa(base.texts, VOCAB_SIZE),
+    "medusa_models_head": lambda base: make_medusa(base.texts, VOCAB_SIZE, head=read_head(base)),
+    "medusa_vllm": lambda base: make_medusa(base.texts, VOCAB_SIZE, num_layers=1, is_vllm=True),
+}
+LIKELY = ("mlp", "mlp_tied_scaled", "medusa", "medusa_vllm")
+
+
+def read_head(base: Base) -> torch.Tensor:
+    return load_file(base.directory / "model.safetensors")["lm_head.weight"]
+
+
+class Recorder:
+    """Proposer that records what another one proposes."""
+
+    def __init__(self, runner: HostModelRunner) -> None:
+        proposer = runner._speculator
+        assert proposer is not None
+        self._proposer = proposer
+        self.proposed: list[tuple[list[int], list[int]]] = []
+        runner._builder._proposer = self
+
+    def propose(self, rows: Integers, token_ids: Sequence[TokenIds], max_drafts: Integers) -> list[TokenIds]:
+        proposed = self._proposer.propose(rows, token_ids, max_drafts)
+        limits = np.minimum(max_drafts, self.num_tokens).tolist()
+        for known, ids, limit in zip(token_ids, proposed, limits, strict=True):
+            # The driver also requests drafts in the step that computes a prompt of one token.
+            assert len(ids) == (limit if len(known) > 1 else 0)
+            self.proposed.append((known.tolist(), ids.tolist()))
+        return proposed
+
+    @property
+    def num_tokens(self) -> int:
+        return self._proposer._speculator.num_tokens
+
+
+def load_runner(
+    base: Base, heads: Heads, directory: Path, group: ProcessGroup | None = None
+) -> HostModelRunner:
+    speculator = heads.write(directory)
+    runner = load(configure(base.directory, speculator=str(speculator)), group)
+    assert isinstance(runner, HostModelRunner)
+    assert runner.info.max_drafts == heads.num_tokens
+    return runner
+
+
+def check_outputs(runner: HostModelRunner, base: Base, seed: int = 0) -> DraftingRouter:
+    """Check that requests get the outputs that they get without drafts."""
+    runner.reset()
+    requests = make_requests()
+    router = DraftingRouter(runner, 1.0, seed, left_to_shard=1.0)
+    router.run([*requests])
+    for request, plain in zip(requests, base.requests, strict=True):
+        assert (request.generated, request.tops, request.ranks) == (plain.generated, plain.tops, plain.ranks)
+        if request.details:
+            assert request.logprobs == plain.logprobs
+    assert router.num_proposed > 50
+    return router
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_proposals_are_the_plain_models_and_outputs_do_not_change(
+    base: Base, kind: str, tmp_path: Path
+) -> None:
+    heads = MAKERS[kind](base)
+    runner = load_runner(base, heads, tmp_path / "speculator")
+    recorder = Recorder(runner)
+    router = check_outputs(runner, base)
+    assert (router.num_right > 30) or kind not in LIKELY
+    for known, proposed in recorder.proposed:
+        (text, *_) = (text for text in base.texts if text.token_ids[: len(known)] == known)
+        assert proposed == heads.propose(text.states[len(known) - 2], known[-1], len(proposed))
+
+
+def test_wrong_proposals_change_nothing(base: Base, tmp_path: Path) -> None:
+    heads = make_mlp(base.texts, VOCAB_SIZE)
+    for stage in range(heads.num_tokens):
+        heads.tensors[f"speculator.head.{stage}.weight"].neg_()
+    router = check_outputs(load_runner(base, heads, tmp_path / "speculator"), base)
+    assert router.num_right < 5
+
+
+def test_a_row_without_a_state_gets_no_drafts(base: Base, tmp_path: Path) -> None:
+    runner = load_runner(base, make_medusa(base.texts, VOCAB_SIZE), tmp_path / "speculator")
+    assert runner._speculator is not None
+    steps = Steps(runner.info.block_size, runner.info.num_blocks)
+    runner.launch(steps.step([(0, 0, 3)], [open_row(0, [5, 6, 7], max_new_tokens=12)])).answer()
+    runner._speculator.reset()
+    response = runner.launch(steps.step([(0, 3, 4)], max_drafts={0: 3})).answer()
+    assert (len(integers(response.token_ids)), integers(response.num_drafts)) == (1, [])
+    response = runner.launch(steps.step([(0, 4, 5)], max_drafts={0: 2})).answer()
+    assert integers(response.num_drafts) == [2]
+
+
+def set_config(**values: Any) -> Callable[[Heads], None]:
+    return lambda heads: heads.config.update(values)
+
+
+def spoil(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Heads], None]:
+    return lambda heads: heads.tensors.update({name: change(heads.tensors[name])})
+
+
+def remove(name: str) -> Callable[[Heads], None]:
+    def change(heads: Heads) -> None:
+        del heads.tensors[name]
+
+    return change
+
+
+def add_nan(x: torch.Tensor) -> torch.Tensor:
+    x.view(-1)[-1] = float("nan")
+    return x
+
+
+FAULTS: dict[str, tuple[str, Callable[[Heads], None], str]] = {
+    "unknown kind": ("mlp", set_config(model_type="eagle"), "none of these kinds: mlp_speculator, medusa"),
+    "vocabulary": ("mlp", set_config(vocab_size=400), "vocab_size 400 differs from the model's 403"),
+    "width": ("mlp", set_config(emb_dim=32), "emb_dim 32 differs from the model's 64"),
+    "too few stages": ("mlp", set_config(n_predict=4), "emb.3.weight is missing"),
+    "no count": ("mlp", set_config(n_predict=None), "n_predict is missing"),
+    "not a count": ("mlp", set_config(n_predict=True), "n_predict True"),
+    "shape": ("mlp", spoil("speculator.proj.1.weight", lambda x: x[:-1]), "expected [96, 96]"),
+    "NaN": (
+        "mlp",
+        spoil("speculator.head.2.weight", add_nan),
+        "head.2.weight has values that are not finite",
+    ),
+    "NaN of a norm": (
+        "mlp",
+        spoil("speculator.ln.0.bias", add_nan),
+        "ln.0.bias has values that are not finite",
+    ),
+    "missing": ("mlp", remove("speculator.emb.0.weight"), "emb.0.weight is missing"),
+    "infinite": ("medusa", spoil("1.0.linear.bias", lambda x: x / 0), "1.0.linear.bias has values"),
+    "heads": ("medusa", set_config(medusa_num_heads=5), "3.0.linear.weight is missing"),
+    "layers": ("medusa", set_config(medusa_num_layers=1), "tensor 0.1.linear.bias is not read"),
+    "fewer tokens": ("medusa_vllm", set_config(truncated_vocab_size=100), "truncated_vocab_size 100"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_speculator_that_does_not_fit_is_refused(base: Base, fault: str, tmp_path: Path) -> None:
+    kind, change, text = FAULTS[fault]
+    heads = MAKERS[kind](base)
+    change(heads)
+    with pytest.raises(SpeculatorError) as error:
+        load_runner(base, heads, tmp_path / "speculator")
+    assert text in str(error.value)
+    assert str(error.value).startswith(f"--speculator {tmp_path / 'speculator'}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_without_weights_is_refused(base: Base, tmp_path: Path) -> None:
+    heads = MAKERS["medusa"](base)
+    directory = heads.write(tmp_path / "speculator")
+    (directory / heads.file).unlink()
+    with pytest.raises(SpeculatorError, match=r"there is no medusa_lm_head\.safetensors"):
+        load(configure(base.directory, speculator=str(directory)))
+
+
+def test_a_damaged_file_is_refused(base: Base, tmp_path: Path) -> None:
+    directory = MAKERS["mlp"](base).write(tmp_path / "speculator")
+    (directory / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(SpeculatorError, match="damaged"):
+        load(configure(base.directory, speculator=str(directory)))
+
+
+def test_pickled_heads_are_read(base: Base, tmp_path: Path) -> None:
+    heads = MAKERS["medusa"](base)
+    directory = heads.write(tmp_path / "speculator")
+    (directory / heads.file).unlink()
+    torch.save(heads.tensors, directory / "medusa_lm_head.pt")
+    runner = load(configure(base.directory, speculator=str(directory)))
+    assert runner.info.max_drafts == heads.num_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlp", "medusa_models_head"])
+def test_ranks_propose_the_same(base: Base, kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Two ranks sum in another order than one, so their outputs are compared with their own."""
+    directory = MAKERS[kind](base).write(tmp_path / "speculator")
+    [(generated, digests), (_, theirs)] = ranks.run(
+        2, draft_on_rank, base.directory, directory, make_requests()
+    )
+    assert digests == theirs
+    [(served, _), _] = ranks.run(2, serve, base.directory, 1, [[*make_requests()]], 16)
+    assert generated == [request.generated for request in served[0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_with_adapters_and_soft_prompts(base: Base, seed: int, tmp_path: Path) -> None:
+    Tuned(base.directory, tmp_path / "adapter", seed, r=4, target_modules="all-linear")
+    tensors, scales = read_adapter_files(tmp_path / "adapter", 1 << 20)
+    copies = Copies(str(tmp_path / "shard")).put("adapter", tensors, {"scales": scales})
+    virtual = {"decoder": torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))}
+    copies = copies.put("prompt", virtual, {})
+    heads = MAKERS["mlp"](base)
+    options = {"uds_path": copies.uds_path, "speculator": str(heads.write(tmp_path / "speculator"))}
+    options |= {"adapter_cache": str(tmp_path), "prefix_store_path": str(tmp_path)}
+    runner = load(configure(base.directory, **options))
+    for digest in copies.digests:
+        runner.adapters.load(digest)
+    plain, drafted = make_requests(), make_requests()
+    for requests in (plain, drafted):
+        for i, request in enumerate(requests):
+            request.adapter_digest = copies.digests[0] if i % 2 else ""
+            if i % 3 == 0:
+                request.prompt, request.prompt_digest = [0] * 4 + request.prompt, copies.digests[1]
+    Router(runner, seed).run([*plain])
+    runner.reset()
+    router = DraftingRouter(runner, 1.0, seed, left_to_shard=1.0)
+    router.run([*drafted])
+    assert [r.generated for r in drafted] == [r.generated for r in plain]
+    assert router.num_proposed > 50

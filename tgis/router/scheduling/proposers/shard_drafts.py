@@ -1,0 +1,170 @@
+"""Drafts of the shards' speculator: decides how many each sequence gets, by their measured cost and the rates
+at which they were accepted."""
+
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from tgis.router.scheduling.linear_fit import LinearFit
+from tgis.router.scheduling.step import NO_DRAFTS, DraftResult, Drafts, Step
+from tgis.router.sequence import Sequence
+
+FIRST_RATE = 0.5  # initial acceptance rate of every position
+MIN_WEIGHT = 1 / 32  # minimum weight of the newest draft in the rates of all sequences together
+SEQUENCE_WEIGHT = 1 / 16  # weight of the newest draft in the rates of its own sequence
+COST_DECAY = 0.9  # factor by which each observed cost reduces the weight of earlier ones
+FIRST_COST = 0.25  # limit of a draft's cost before the first one is observed, as a fraction of a step
+# The shards are idle between two steps for this fraction of a step if every sequence waits for its answer.
+WAIT_FRACTION = 0.15
+MIN_PLAIN_STEPS = 4  # steps that must be timed before the first draft
+# While drafts do not pay, one sequence gets some after this number of steps, then after twice as many, and so
+# on up to the maximum.
+MIN_PAUSE, MAX_PAUSE = 32, 512
+SEQUENCE_PAUSE = 32  # steps after which a sequence gets a draft again, although they do not pay for it
+
+
+class AcceptanceRates:
+    """Rates at which drafts are accepted if the drafts before them are, by position."""
+
+    def __init__(self, rates: Iterable[float], min_weight: float, num_observed: int) -> None:
+        self._rates = list(rates)
+        self._min_weight = min_weight
+        self._num_observed = num_observed
+        self.num_skipped = 0  # steps without drafts since the last ones
+
+    def copy(self, weight: float) -> "AcceptanceRates":
+        return AcceptanceRates(self._rates, weight, round(1 / weight))
+
+    def chances(self) -> list[float]:
+        """Return the probabilities that the first draft is accepted, that the first two are, and so on."""
+        return list(accumulate(self._rates, mul))
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        self.num_skipped = 0
+        self._num_observed += 1
+        weight = max(1 / self._num_observed, self._min_weight)
+        for position in range(min(num_accepted + 1, num_drafts, len(self._rates))):
+            self._rates[position] += weight * ((position < num_accepted) - self._rates[position])
+
+
+class Costs(NamedTuple):
+    """Costs and savings in a step, in seconds."""
+
+    saved: float
+    """Time that an accepted draft saves."""
+    per_draft: float
+    per_step: float
+    """Cost of having drafts at all."""
+
+
+class ShardDrafts:
+    """Proposer that leaves the drafts to the shards.
+
+    A sequence with drafts has at most one unanswered step. If drafts pay for the sequences together, all of
+    them wait for their answers, so that each step has all of them."""
+
+    def __init__(self, max_drafts: int, predict: Callable[[int], float]) -> None:
+        """Create a proposer of at most `max_drafts` per sequence. `predict` returns the duration in seconds
+        of a step with a number of tokens and without drafts."""
+        self._max_drafts = max_drafts
+        self._predict = predict
+        self._rates = AcceptanceRates([FIRST_RATE] * max_drafts, MIN_WEIGHT, num_observed=3)
+        self._rates_of: WeakKeyDictionary[Sequence, AcceptanceRates] = WeakKeyDictionary()
+        self._cost_fit = LinearFit(COST_DECAY)
+        self._costs = Costs(0.0, 0.0, 0.0)
+        self._left = 0
+        self._pays = self._may_try = False
+        self._num_plain_steps = 0  # since the last step with drafts
+        self._pause = MIN_PLAIN_STEPS
+
+    def begin(self, num_sequences: int, max_drafts: int) -> bool:
+        """Begin a step with at most `max_drafts` drafts. Return whether any sequence should get drafts or
+        wait."""
+        self._pays = self._may_try = False
+        step = self._predict(num_sequences) if num_sequences else 0.0
+        if max_drafts <= 0 or step <= 0:
+            return False
+        self._left = max_drafts
+        self._costs = costs = self._find_costs(step, num_sequences)
+        if costs.saved <= costs.per_draft:
+            return False
+        if self._cost_fit.is_empty and self._num_plain_steps < MIN_PLAIN_STEPS:
+            return False
+        _, gain = find_best(self._rates.chances(), costs)
+        self._pays = num_sequences * gain > costs.per_step
+        self._may_try = self._num_plain_steps >= self._pause
+        return self._pays or self._may_try
+
+    def propose(self, sequence: Sequence, max_drafts: int) -> Drafts:
+        """Return the number of drafts that the shards may propose."""
+        max_drafts = min(max_drafts, self._left, self._max_drafts)
+        if not self._pays:
+            return self._try_drafts(max_drafts)
+        rates = self._rates_of.get(sequence)
+        if rates is None:
+            rates = self._rates_of[sequence] = self._rates.copy(SEQUENCE_WEIGHT)
+        count = 0
+        if max_drafts > 0:
+            count, _ = find_best(rates.chances()[:max_drafts], self._costs)
+            if not count and rates.num_skipped >= SEQUENCE_PAUSE:
+                count = 1
+        rates.num_skipped += not (count or sequence.num_unanswered)
+        self._left -= count
+        return Drafts(max_proposed=count, waits=True)
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+        """Learn the acceptance rates, and the cost of drafts from the steps without prompts."""
+        num_drafts = 0
+        expected = sum(self._rates.chances())
+        num_accepted = 0.0
+        for result in results:
+            num_drafts += result.num_drafts
+            num_accepted = max(num_accepted, result.num_accepted)
+            self._rates.observe(result.num_drafts, result.num_accepted)
+            if (rates := self._rates_of.get(result.sequence)) is not None:
+                rates.observe(result.num_drafts, result.num_accepted)
+        if num_drafts:
+            if not step.num_prompts:
+                plain = self._predict(step.num_tokens - step.max_proposed)
+                self._cost_fit.observe(num_drafts, max(seconds - plain, 0.0))
+            self._plan_next(is_promising=num_accepted > expected)
+        elif not step.num_prompts:
+            self._num_plain_steps += 1
+
+    def _find_costs(self, step: float, num_sequences: int) -> Costs:
+        saved = step / num_sequences
+        if self._cost_fit.is_empty:
+            per_draft = min(self._predict(num_sequences + 1) - step, FIRST_COST * step)
+            return Costs(saved, per_draft, WAIT_FRACTION * step)
+        per_step, per_draft = self._cost_fit.solve()
+        return Costs(saved, per_draft, per_step + WAIT_FRACTION * step)
+
+    def _try_drafts(self, max_drafts: int) -> Drafts:
+        """Return drafts of the first sequence that can have some, to learn whether they would pay."""
+        if not self._may_try or max_drafts <= 0:
+            return NO_DRAFTS
+        self._may_try = False
+        return Drafts(max_proposed=max_drafts)
+
+    def _plan_next(self, is_promising: bool) -> None:
+        """Choose the number of plain steps before the next trial. It matters only while drafts do not pay."""
+        was_trial = self._num_plain_steps >= self._pause
+        self._num_plain_steps = 0
+        if is_promising:
+            self._pause = 1
+        else:
+            self._pause = min(max(2 * self._pause, MIN_PAUSE), MAX_PAUSE) if was_trial else MIN_PAUSE
+
+
+def find_best(chances: list[float], costs: Costs) -> tuple[int, float]:
+    """Return the number of drafts with the largest gain, and that gain in seconds; 0 if none is worth it."""
+    best = 0
+    best_gain = gain = 0.0
+    for count, chance in enumerate(chances, 1):
+        gain += chance * costs.saved - costs.per_draft
+        if gain > best_gain:
+            best = count
+            best_gain = gain
+    return best, best_gain

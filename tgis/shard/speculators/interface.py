@@ -1,0 +1,25 @@
+"""Interface of speculators, and the error of those that do not fit the model."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from tgis.errors import OperatorError
+
+
+class SpeculatorError(OperatorError):
+    """Error for a speculator that cannot be used; its text is one line that names the directory."""
+
+
+class Speculator(Protocol):
+    """Model that proposes tokens. It keeps no state between steps, and all ranks propose the same."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Maximum number of tokens that it proposes for a row."""
+
+    def propose(self, states: Tensor, token_ids: Tensor, num_tokens: int) -> Tensor:
+        """Return the proposed next tokens of rows, int64 [n, num_tokens].
+
+        states: float32 [n, width], the model's final states from which the last tokens were sampled.
+        token_ids: int64 [n], the last tokens."""

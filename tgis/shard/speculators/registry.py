@@ -1,0 +1,78 @@
+"""Registry of the kinds of speculators. Loads the one in a directory."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from tgis.hub.model_files import ModelNotFoundError, read_json
+from tgis.shard.checkpoint.files import Checkpoint
+from tgis.shard.checkpoint.tensors import WeightsError
+from tgis.shard.checkpoint.weights import Source
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.layers.ops import Parts
+from tgis.shard.models.config_reader import Config
+from tgis.shard.models.interface import Model, SpeculativeModel, UnsupportedModelError
+from tgis.shard.models.parts.states import find_state_shape
+from tgis.shard.speculators import medusa, mlp
+from tgis.shard.speculators.finite_weights import FiniteWeights
+from tgis.shard.speculators.interface import Speculator, SpeculatorError
+
+
+class SpeculatorKind(Protocol):
+    """Module that reads one kind of speculator."""
+
+    @property
+    def NAME(self) -> str: ...
+    @property
+    def FILES(self) -> tuple[tuple[str, str], ...]:
+        """Names of the file of weights, and of the index of several files, for each format."""
+
+    @property
+    def PREFIX(self) -> str:
+        """Leading part of names of tensors that some checkpoints lack."""
+
+    def reads(self, config: Config) -> bool: ...
+    def sources(self, config: Config) -> dict[str, Source]: ...
+    def build(self, config: Config, parts: Parts, model: SpeculativeModel) -> Speculator: ...
+
+
+KINDS: tuple[SpeculatorKind, ...] = (mlp, medusa)
+
+
+def load_speculator(directory: Path, model: Model, dtype: torch.dtype) -> Speculator:
+    """Load the speculator in a directory, whole on every rank, with weights in `dtype`. Raises
+    SpeculatorError if it cannot be used with the model."""
+    try:
+        return _load(directory, model, dtype)
+    except (ModelNotFoundError, UnsupportedModelError, WeightsError) as error:
+        raise SpeculatorError(f"--speculator {directory}: {error}") from error
+
+
+def _load(directory: Path, model: Model, dtype: torch.dtype) -> Speculator:
+    config = read_json(directory, "config.json")
+    kind = next((kind for kind in KINDS if kind.reads(config)), None)
+    if kind is None:
+        known = ", ".join(kind.NAME for kind in KINDS)
+        raise UnsupportedModelError(f"its config.json describes none of these kinds: {known}")
+    if not isinstance(model, SpeculativeModel):
+        raise UnsupportedModelError(f"{kind.NAME} needs a decoder that the service's own engine runs")
+    if find_state_shape(model.spec, 1) is not None:
+        raise UnsupportedModelError("the model keeps a state, which drafts cannot roll back")
+    checkpoint = Checkpoint(directory, kind.FILES)
+    device = model.parts.kernels.device
+    with FiniteWeights(directory, kind.sources(config), kind.PREFIX, checkpoint=checkpoint) as weights:
+        parts = Parts(ProcessGroup(0, 1, device=device), weights, dtype, model.parts.kernels)
+        speculator = kind.build(config, parts, model)
+        if unread := min(weights.list_unread(), default=None):
+            raise WeightsError(f"tensor {unread} is not read: its config.json belongs to another speculator")
+    _try_once(speculator, model, device)
+    return speculator
+
+
+@torch.inference_mode()
+def _try_once(speculator: Speculator, model: SpeculativeModel, device: torch.device) -> None:
+    """Propose once, so that no request waits for the compilation of kernels."""
+    states = torch.zeros(1, model.prompt_width, device=device)
+    token_ids = torch.zeros(1, dtype=torch.int64, device=device)
+    speculator.propose(states, token_ids, speculator.num_tokens)
