@@ -12,7 +12,7 @@ MODEL_TYPES: tuple[str, ...] = ("mamba2",)
 def spec(config: Config) -> DecoderSpec:
     refuse_others(config, hidden_act="silu")
     num_layers = integer(config, "num_hidden_layers", 64)
-    only_mixer: Branches = "mixer"
+    kind: Branches = "mixer"
     return DecoderSpec(
         num_layers=num_layers,
         hidden_size=integer(config, "hidden_size", 4096),
@@ -22,7 +22,7 @@ def spec(config: Config) -> DecoderSpec:
         intermediate_size=0,
         vocab_size=integer(config, "vocab_size", 32768),
         norm_eps=number(config, "layer_norm_epsilon", 1e-5),
-        branches=(only_mixer,) * num_layers,
+        branches=(kind,) * num_layers,
         mamba=_mamba(config, num_layers),
         tie_embeddings=bool(config.get("tie_word_embeddings")),
     )
