@@ -132,12 +132,10 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         updates = begin + 4 * (q + sums + maxima)
         bounds, scores = updates + 8 * LANES, updates + 16 * LANES
         places = scores + 4 * TALL * SPAN
-        scales = places + 96 * GROUPS
-        rest = scales + 8 * SPAN
+        rest = places + 96 * GROUPS + 8 * SPAN
+        scales = places + 96 * GROUPS if has_scales(element) else 0
         rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)
-        s = Scratch(
-            *rows, updates, bounds, scores, places, scales if has_scales(element) else 0, rest, factor
-        )
+        s = Scratch(*rows, updates, bounds, scores, places, scales, rest, factor)
         is_unit = True
         while is_unit:  # with the call as condition, its code would be in the loop twice
             unit = next_unit(args)
