@@ -57,7 +57,9 @@ def test_tiny_keys_and_values_become_zeros() -> None:
         assert not scales.any()
     attention = CpuAttention(cache)
     plan = attention.plan(make_layout([(0, 3)], [[0]]), "self")
-    assert torch.equal(attention.attend(0, torch.ones(3, 1, HEAD_DIM), plan, PLAIN), torch.zeros(3, 1, HEAD_DIM))
+    assert torch.equal(
+        attention.attend(0, torch.ones(3, 1, HEAD_DIM), plan, PLAIN), torch.zeros(3, 1, HEAD_DIM)
+    )
 
 
 @pytest.mark.parametrize("part", ["k", "v"])

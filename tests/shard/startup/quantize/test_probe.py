@@ -99,7 +99,7 @@ def find_factors(group: ProcessGroup, directory: Path, **options: Any) -> dict[s
     kernels = CpuKernels(chosen.activations is not None)
     spec = registry.make_spec(config)
     probe = open_probe(chosen, config, spec, group, torch.float32, kernels, 100)
-    return dict(probe.factors) if probe is not None else {}
+    return dict(probe.inputs.factors) if probe is not None else {}
 
 
 @pytest.mark.parametrize("factor", [300, 1 / 300])

@@ -99,12 +99,15 @@ class CpuAttention:
     def _pages_of(self, memory: Tensor, height: int, width: int) -> Tensor:
         """View the memory of blocks as pages [num_blocks, num_kv_heads, height, width]."""
         columns = self._columns
-        elements = memory[..., : height * width].unflatten(-1, (height // columns, width, columns))
+        elements = memory[..., : height * width].contiguous()
+        elements = elements.view(*memory.shape[:2], height // columns, width, columns)
         return elements.flip(-1).transpose(3, 4).flatten(2, 3)
 
     def _scales_of(self, memory: Tensor) -> Tensor:
         """Return the scales of the tokens of blocks, [num_blocks, num_kv_heads, block_size, 1]."""
-        return memory[..., -SCALE_BYTES * self._cache.block_size :].contiguous().view(torch.float32)[..., None]
+        return (
+            memory[..., -SCALE_BYTES * self._cache.block_size :].contiguous().view(torch.float32)[..., None]
+        )
 
 
 def _scoring_fields(scoring: Scoring) -> tuple[int, ...]:

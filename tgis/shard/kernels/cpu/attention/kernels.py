@@ -126,16 +126,18 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         maxima = round_up(max_rows, LANES)
         gathered = SPAN * (p.head_dim + depth)
         results = max_rows * result_size(depth + LANES)
-        size = LANES + q + sums + maxima + 4 * LANES + TALL * SPAN + 24 * GROUPS + 2 * SPAN + gathered + results
+        size = (
+            LANES + q + sums + maxima + 4 * LANES + TALL * SPAN + 24 * GROUPS + 2 * SPAN + gathered + results
+        )
         memory = np.empty(size, np.float32)
         begin = round_up(memory.ctypes.data, ALIGNMENT)
         updates = begin + 4 * (q + sums + maxima)
         bounds, scores = updates + 8 * LANES, updates + 16 * LANES
         places = scores + 4 * TALL * SPAN
         rest = places + 96 * GROUPS + 8 * SPAN
-        scales = places + 96 * GROUPS if has_scales(element) else 0
+        factors = places + 96 * GROUPS if has_scales(element) else 0
         rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)
-        s = Scratch(*rows, updates, bounds, scores, places, scales, rest, factor)
+        s = Scratch(*rows, updates, bounds, scores, places, factors, rest, factor)
         is_unit = True
         while is_unit:  # with the call as condition, its code would be in the loop twice
             unit = next_unit(args)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.extending import typeof_impl
 
 from tgis.shard.kernels.cpu.attention.vectors import poke
 from tgis.shard.kernels.cpu.jit import llvm
-from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I1, I8, I32
 from tgis.shard.memory.kv_cache import SCALE_BYTES
 
