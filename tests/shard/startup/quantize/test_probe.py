@@ -166,15 +166,15 @@ def test_what_cannot_be_checked_is_left_out(tmp_path: Path, caplog: pytest.LogCa
     (machine / "proc" / "self").mkdir(parents=True)
     (machine / "proc" / "self" / "cgroup").write_text("")
     (machine / "proc" / "meminfo").write_text("MemAvailable: 20 kB\n")
-    chosen = configure(directory, quantize="int4")
+    chosen = configure(directory, quantize="bitsandbytes-nf4")
     arguments = (chosen, config, spec, stepping.ALONE, torch.float32, CpuKernels(), 100)
     assert open_probe(*arguments) is not None
     with caplog.at_level(logging.INFO):
         assert open_probe(*arguments, HostMemory(machine)) is None
-        assert "--quantize int4 is not checked: the checkpoint takes 0.0 GiB" in caplog.text
+        assert "--quantize bitsandbytes-nf4 is not checked: the checkpoint takes 0.0 GiB" in caplog.text
         (directory / "tokenizer.json").write_text("{")
         assert open_probe(*arguments) is None
-        assert caplog.text.count("--quantize int4 is not checked: ") == 2
+        assert caplog.text.count("--quantize bitsandbytes-nf4 is not checked: ") == 2
         assert "without smoothing" not in caplog.text
         assert not find_factors(stepping.ALONE, directory)
     assert "activations are rounded to 8 bits without smoothing" in caplog.text

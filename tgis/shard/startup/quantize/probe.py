@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,15 +55,14 @@ SmolLM2-135M-Instruct. Larger models usually lose less."""
 _USUAL_OF_ACTIVATIONS, _USUAL_OF_CACHE = 0.1, 0.15  # added for 8-bit activations and an 8-bit cache
 
 
-@dataclass(frozen=True)
-class Inputs:
+class InputFigures(NamedTuple):
     """What the inputs of linear layers determine."""
 
     factors: Factors = NO_FACTORS  # that smooth activations; none if the model's activations are not rounded
     importance: Importance = NO_IMPORTANCE  # of columns; none if no search needs it
 
 
-NO_INPUTS = Inputs()
+NO_INPUTS = InputFigures()
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Probe:
 
     token_ids: list[int]
     logprobs: torch.Tensor  # float32 [num_tokens - 1], of the tokens except the first
-    inputs: Inputs = NO_INPUTS
+    inputs: InputFigures = NO_INPUTS
 
 
 def open_probe(
@@ -111,7 +110,7 @@ def open_probe(
     scores = score_prompt(path, settings, spec, group, dtype, token_ids, measured, needs_importance)
     importance = {path: choose_importance(each) for path, each in scores.mean_squares.items()}
     known = {path: each for path, each in importance.items() if each is not None}
-    return Probe(token_ids, scores.logprobs, Inputs(find_factors(readers, scores.ranges), known))
+    return Probe(token_ids, scores.logprobs, InputFigures(find_factors(readers, scores.ranges), known))
 
 
 def _needs_factors(config: ShardConfig, kernels: Kernels) -> bool:

@@ -23,18 +23,20 @@ _TINY = np.float32(1e-30)  # keys and values whose largest magnitude is smaller 
 _F32 = np.float32(0)
 
 
-class Code(int):
+class CodeNumber(int):
     """Number whose numba type is CODE."""
 
 
 # Differs from numba's int8, which means e4m3.
 CODE = types.Integer("int8_code", 8, True)
-INT8_ELEMENTS = {torch.int8: Code(0)}
+INT8_ELEMENTS = {torch.int8: CodeNumber(0)}
 
 
-@typeof_impl.register(Code)
-def _find_type(value: Code, context: Any) -> Any:
+def _find_type(value: CodeNumber, context: Any) -> Any:
     return CODE
+
+
+typeof_impl.register(CodeNumber, _find_type)
 
 
 @llvm_function(types.boolean)
