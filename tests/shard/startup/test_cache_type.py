@@ -67,11 +67,13 @@ class RoundingCache(transformers.DynamicCache):
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **more: Any) -> Any:
         key, value = self._scales[layer]
-        return super().update(self._round(keys, key), self._round(values, value), layer, *args, **more)
+        if self._dtype == torch.int8:  # [batch, num_heads, num_tokens, head_dim], with scales of their own
+            keys, values = (round_stored(x, torch.int8, x is keys).float() for x in (keys, values))
+        else:
+            keys, values = self._round(keys, key), self._round(values, value)
+        return super().update(keys, values, layer, *args, **more)
 
     def _round(self, x: Tensor, scale: float) -> Tensor:
-        if self._dtype == torch.int8:  # [batch, num_heads, num_tokens, head_dim], with scales of their own
-            return round_stored(x, torch.int8).float()
         if self._dtype == torch.float32:
             return x
         largest = torch.finfo(self._dtype).max

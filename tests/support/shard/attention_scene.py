@@ -13,13 +13,25 @@ from tgis.shard.memory.kv_cache import KVCache
 PLAIN = Scoring(scale=0.3)
 
 
-def round_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rotate(x: Tensor) -> Tensor:
+    """Multiply vectors, [any, head_dim], by Hadamard matrices, as large as they divide head_dim."""
+    size = next(size for size in (256, 128, 64, 32, 16, 8, 4, 2, 1) if x.shape[-1] % size == 0)
+    for distance in (each for each in (1, 2, 4, 8, 16, 32, 64, 128) if each < size):
+        at = torch.arange(x.shape[-1])
+        signs = torch.where(at & distance > 0, -1, 1).to(x.dtype)
+        x = x[..., at ^ distance] + x * signs
+    return x
+
+
+def round_stored(x: Tensor, dtype: torch.dtype, are_keys: bool) -> Tensor:
     """Return keys or values, [any, head_dim] float32, as a cache of this type stores them, in float64.
-    Integers have a scale for each vector."""
+    Integers have a scale for each vector, and keys are rotated before."""
     if dtype.is_floating_point:
         return x.to(dtype).double()
-    scales = x.abs().amax(-1, keepdim=True) / 127
-    return (x * (1 / scales)).round().double() * scales.double()
+    y = rotate(x) if are_keys else x
+    scales = y.abs().amax(-1, keepdim=True) / 127
+    y = (y * (1 / scales)).round().double() * scales.double()
+    return rotate(y) / int(rotate(torch.ones(x.shape[-1])).amax()) if are_keys else y
 
 
 class Shape(NamedTuple):
@@ -74,7 +86,9 @@ class Scene:
         rows = self.rows(sequence, 0, end)
         group = self.shape.num_heads // self.shape.num_kv_heads
         dtype = self.shape.dtype
-        k, v = (round_stored(x[rows], dtype).repeat_interleave(group, 1) for x in (self.k, self.v))
+        k, v = (
+            round_stored(x[rows], dtype, x is self.k).repeat_interleave(group, 1) for x in (self.k, self.v)
+        )
         q = self.q[self.rows(sequence, start, end)].double()
         scores = torch.einsum("qhd,khd->hqk", q, k) * scoring.scale
         distance = torch.arange(end)[None, :] - torch.arange(start, end)[:, None]

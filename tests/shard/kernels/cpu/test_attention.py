@@ -90,8 +90,10 @@ def test_reads_written_keys_and_values(shape: Shape) -> None:
     for sequence, length in ((0, 70), (1, 50), (1, 17), (0, 1), (0, 0)):
         actual = scene.attention.read(1, layout.block_tables[sequence], length)
         for x, written in zip(actual, (scene.k, scene.v), strict=True):
-            expected = round_stored(written[scene.rows(sequence, 0, length)], shape.dtype).float()
-            assert torch.equal(x, expected.transpose(0, 1))
+            rows = written[scene.rows(sequence, 0, length)]
+            expected = round_stored(rows, shape.dtype, written is scene.k).float().transpose(0, 1)
+            error = 1e-6 if (shape.dtype, written is scene.k) == (torch.int8, True) else 0  # of the rotation
+            torch.testing.assert_close(x, expected, rtol=0, atol=error)
             assert x.dtype == torch.float32
 
 

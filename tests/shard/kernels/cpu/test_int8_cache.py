@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.shard.attention_scene import PLAIN, Scene, Shape
+from tests.support.shard.attention_scene import PLAIN, Scene, Shape, rotate
 from tests.support.shard.stepping import make_layout
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache
@@ -39,9 +39,9 @@ def test_codes_and_scales_are_those_of_float32_arithmetic() -> None:
     sizes = torch.tensor([1e-29, 1e-5, 1.0, 300.0, 1e30]).repeat(10)[:, None]
     k, v = torch.randn(2, 50, HEAD_DIM) * sizes
     k[3, 7] = 4000.0  # a single large channel
-    k[4] = torch.arange(HEAD_DIM) - 20.5  # ties: every code is a half more
-    k[4, 0] = 127.0
-    for (codes, scales), x in zip(stored(write(k, v), 50), (k, v), strict=True):
+    v[4] = torch.arange(HEAD_DIM) - 20.5  # ties: every code is a half more
+    v[4, 0] = 127.0
+    for (codes, scales), x in zip(stored(write(k, v), 50), (rotate(k), v), strict=True):
         expected = x.abs().amax(-1) / 127
         assert torch.equal(scales, expected)
         assert torch.equal(codes.float(), (x * (1 / expected)[:, None]).round())
@@ -49,7 +49,7 @@ def test_codes_and_scales_are_those_of_float32_arithmetic() -> None:
 
 
 def test_tiny_keys_and_values_become_zeros() -> None:
-    k, v = torch.full((2, 3, HEAD_DIM), 1e-31)
+    k, v = torch.full((2, 3, HEAD_DIM), 1e-33)
     k[1], v[1], k[2], v[2] = 0.0, -0.0, -1e-40, 5e-45
     cache = write(k, v)
     for codes, scales in stored(cache, 3):

@@ -92,7 +92,7 @@ class CpuAttention:
         k = self._pages_of(keys, cache.head_dim, cache.block_size).transpose(2, 3).float()
         v = self._pages_of(values, cache.block_size, cache.head_dim).float()
         if cache.dtype == torch.int8:
-            k, v = k * self._scales_of(keys), v * self._scales_of(values)
+            k, v = _rotate_back(k * self._scales_of(keys)), v * self._scales_of(values)
         k, v = (x.transpose(0, 1).flatten(1, 2)[:, :seq_len] for x in (k, v))
         return k * cache.scales[layer].key, v * cache.scales[layer].value
 
@@ -108,6 +108,18 @@ class CpuAttention:
         return (
             memory[..., -SCALE_BYTES * self._cache.block_size :].contiguous().view(torch.float32)[..., None]
         )
+
+
+def _rotate_back(k: Tensor) -> Tensor:
+    """Undo the rotation of keys, [any, head_dim] (see `elements/rotation.py`)."""
+    size = k.shape[-1] & -k.shape[-1]
+    x = k.reshape(-1, size)
+    half = 1
+    while half < size:
+        pairs = x.view(-1, size // (2 * half), 2, half)
+        x = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2).view(-1, size)
+        half *= 2
+    return (x / size).view(k.shape)
 
 
 def _scoring_fields(scoring: Scoring) -> tuple[int, ...]:

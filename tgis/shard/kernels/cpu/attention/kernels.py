@@ -11,6 +11,7 @@ from numba import carray
 from tgis.shard.kernels.cpu.attention.elements.conversion import CACHE_ELEMENTS, as_element
 from tgis.shard.kernels.cpu.attention.elements.float8 import loses_nan
 from tgis.shard.kernels.cpu.attention.elements.int8 import INT8_ELEMENTS, has_scales, write_scale
+from tgis.shard.kernels.cpu.attention.elements.rotation import rotate
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, TALL
 from tgis.shard.kernels.cpu.attention.segments import SegmentPart, find_first_key, result_size
 from tgis.shard.kernels.cpu.attention.tiles import (
@@ -177,16 +178,21 @@ def _write_codes(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
     """Do the same as `_write_token` for elements with scales."""
     block = slot // p.block_size
     offset = slot % p.block_size
+    key = np.empty(p.head_dim, np.float32)
     for h in range(p.num_kv_heads):
         page = (block * p.num_kv_heads + h) * page_bytes(p, element)
         keys = carray(pointer(p.keys + page, element), (p.head_dim, p.block_size))
         values = carray(pointer(p.values + page, element), (p.block_size, p.head_dim))
-        factor = write_scale(k[h], p.keys + page, offset, p)
         for d in range(p.head_dim):
-            keys[d, offset] = as_element(k[h, d] * factor if factor > 0 else _F32, element)
+            key[d] = k[h, d]
+        rotate(key.ctypes.data, p.head_dim)
+        factor = write_scale(key, p.keys + page, offset, p)
+        for d in range(p.head_dim):
+            keys[d, offset] = as_element(key[d] * factor if factor > 0 else _F32, element)
         factor = write_scale(v[h], p.values + page, offset, p)
         for d in range(p.head_dim):
             values[offset, d] = as_element(v[h, d] * factor if factor > 0 else _F32, element)
+    keep_alive(key)
 
 
 def _write_kernel(element: Any, write_token: Any = _write_token) -> Kernel:

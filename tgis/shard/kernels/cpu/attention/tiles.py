@@ -10,6 +10,7 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.attention.elements.int8 import find_scales, has_scales
+from tgis.shard.kernels.cpu.attention.elements.rotation import count_rotated, rotate
 from tgis.shard.kernels.cpu.attention.operands import round_query
 from tgis.shard.kernels.cpu.attention.qk_pv import (
     GROUPS,
@@ -324,7 +325,8 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
 
 @reorderable
 def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None:
-    """Scale and round the query of row `r` and clear its sums. Rows after the last token repeat it."""
+    """Scale, rotate and round the query of row `r` and clear its sums. Rows after the last token repeat it.
+    Queries are rotated if keys are."""
     token = min(r // u.heads, u.num_tokens - 1)
     index = (u.start + token) * queries.num_heads + u.head + r % u.heads
     q = carray(pointer(queries.q + 4 * index * p.head_dim, _F32), (p.head_dim,))
@@ -333,6 +335,8 @@ def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None
     sums = carray(pointer(s.sums + 4 * r * s.length, _F32), (s.length,))
     for d in range(p.head_dim):
         scaled[d] = q[d] * scale
+    if s.scales:
+        rotate(scaled_query, p.head_dim)
     round_query(scaled_query, p.head_dim, s.factor)
     for d in range(s.length):
         sums[d] = np.float32(0)
@@ -373,8 +377,11 @@ def _attend_keys(
     """Process keys [begin, end) for all rows of a unit in tiles of `height` rows."""
     num_rows = u.num_tokens * u.heads
     in_place = p.block_size % LANES == 0
+    scale = scoring.scale * p.key_factor
+    if s.scales:
+        scale /= np.float32(count_rotated(p.head_dim))
     for r in range(round_up(num_rows, height)):
-        _start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
+        _start_row(r, u, queries, p, scale, s)
     is_widened = in_place and height == TALL and is_converted(element)
     wide_pages, wide = _use_widened(p, s)
     strides = (p.block_size * p.width, p.head_dim * p.width)

@@ -1,5 +1,6 @@
 """8-bit integers as elements of the cache. Each token's key and value of a head have a float32 scale, the
-largest magnitude divided by 127. The scales of a page follow its codes, at the next multiple of 4 bytes.
+largest magnitude divided by 127. The scales of a page follow its codes, at the next multiple of 4 bytes. Keys
+are rotated before they are rounded (see `rotation.py`).
 
 Attention multiplies scores by the scales of keys, and softmax weights by the scales of values, so the inner
 loops only convert integers. A key or value that contains infinity or NaN has scale NaN."""
