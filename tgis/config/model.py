@@ -81,7 +81,8 @@ class ModelOptions:
         "Do not compare a model that --quantize rounds with its unrounded weights, on a short text, when it "
         "starts. The comparison takes about 3 s for a billion weights and logs a warning if the model loses "
         "more than is usual; it is left out if the checkpoint does not fit free memory. Activations that are "
-        "rounded to 8 bits are smoothed by the same text, with or without the comparison.",
+        "rounded to 8 bits are smoothed by the same text, and int4 weighs columns by it, with or without "
+        "the comparison.",
         False,
     )
     rope_scaling: str | None = option(

@@ -56,7 +56,7 @@ _USUAL_OF_ACTIVATIONS, _USUAL_OF_CACHE = 0.1, 0.15  # added for 8-bit activation
 
 
 class InputFigures(NamedTuple):
-    """What the inputs of linear layers determine."""
+    """Figures that the inputs of linear layers determine."""
 
     factors: Factors = NO_FACTORS  # that smooth activations; none if the model's activations are not rounded
     importance: Importance = NO_IMPORTANCE  # of columns; none if no search needs it
