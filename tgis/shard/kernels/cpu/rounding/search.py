@@ -22,7 +22,7 @@ _COUNT = len(RANGES)
 _FITS = ir.VectorType(FLOAT, _COUNT)  # a number for each range
 
 
-class _Group(NamedTuple):
+class _WeightedGroup(NamedTuple):
     """Vectors of a group."""
 
     values: list[Any]
@@ -44,7 +44,7 @@ def search_group(b: Any, x: Any, importance: Any, codes: Any, scale: Any, offset
     the address of float32 [GROUP]."""
     values = vectors.load_group(b, x, GROUP, element)
     weights = vectors.load_group(b, importance, GROUP, types.float32)
-    group = _Group(values, weights, [b.fmul(*pair) for pair in zip(values, weights, strict=True)])
+    group = _WeightedGroup(values, weights, [b.fmul(*pair) for pair in zip(values, weights, strict=True)])
     low, high = (vectors.fold(b, combine, values) for combine in (vectors.smaller, vectors.larger))
     count, total = (vectors.fold(b, vectors.add, each) for each in (weights, group.weighted))
     width = b.fsub(high, low)
@@ -62,7 +62,7 @@ def search_group(b: Any, x: Any, importance: Any, codes: Any, scale: Any, offset
         b.store(number, llvm.pointer_to(b, FLOAT, address), align=4)
 
 
-def _fit_ranges(b: Any, group: _Group, width: Any, middle: Any, count: Any, mean: Any) -> _Fits:
+def _fit_ranges(b: Any, group: _WeightedGroup, width: Any, middle: Any, count: Any, mean: Any) -> _Fits:
     """Emit the fit for each range. No operation is fused, because torch does not fuse them either. `count` is
     the sum of importance."""
     widths = ir.Constant(_FITS, [each / _STEPS for each in RANGES])
@@ -84,7 +84,7 @@ def _fit_ranges(b: Any, group: _Group, width: Any, middle: Any, count: Any, mean
     return _Fits(b.fmul(b.fneg(shared), scales), scales, b.fsub(means, b.fmul(scales, centres)))
 
 
-def _sum_products(b: Any, group: _Group, codes: list[Any]) -> list[Any]:
+def _sum_products(b: Any, group: _WeightedGroup, codes: list[Any]) -> list[Any]:
     """Emit the beginnings of sums times importance: of codes, of their squares, and of their products with
     values."""
     weighted = [b.fmul(*pair) for pair in zip(codes, group.importance, strict=True)]
