@@ -148,6 +148,7 @@ MODULES = {"attention.qkv": "self_attn.q_proj", "attention.out": "self_attn.o_pr
 MODULES |= {"mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}
 
 
+@pytest.mark.slow
 def test_importance_is_the_mean_square_of_inputs_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """Compare with the inputs of transformers' layers, up to the nearest power of two."""
     directory = write(tmp_path)
