@@ -29,7 +29,7 @@ def main() -> None:
     model = shapes.ensure_checkpoint(options.shape, options.cache)
     longest = max(options.context, *options.prefill) + 32
     cache_tokens, quantize = max(options.batch, default=1) * longest, "int8" if options.int8 else None
-    runner = load_runner(model, options.dtype, cache_tokens, quantize)
+    runner = load_runner(model, options.dtype, cache_tokens, quantize, options.kv_cache_dtype)
     machine = Limits()
     width = WIDTHS[quantize or options.dtype]
     works = [Work(batch, 1, options.context) for batch in options.batch]
@@ -44,6 +44,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
     parser.add_argument("--dtype", default="float16", help="type of the weights (default %(default)s)")
     parser.add_argument("--int8", action="store_true", help="quantize the weights")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="type of keys and values (default %(default)s)"
+    )
     parser.add_argument(
         "--batch", type=_counts, default=[1, 8, 32], help="batch sizes of decode steps (default 1,8,32)"
     )

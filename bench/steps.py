@@ -16,7 +16,9 @@ from tgis.shard.startup.load import load
 MAX_LENGTH = 4096
 
 
-def load_runner(model: Path, dtype: str, cache_tokens: int, quantize: str | None = None) -> ModelRunner:
+def load_runner(
+    model: Path, dtype: str, cache_tokens: int, quantize: str | None = None, kv_cache_dtype: str = "auto"
+) -> ModelRunner:
     """Create a model runner like a shard's."""
     config = ShardConfig(
         model_path=str(model),
@@ -25,6 +27,7 @@ def load_runner(model: Path, dtype: str, cache_tokens: int, quantize: str | None
         quantize=quantize,
         cpu_arithmetic="float32",
         kv_cache_tokens=cache_tokens,
+        kv_cache_dtype=kv_cache_dtype,
         max_sequence_length=MAX_LENGTH,
     )
     return load(config)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 OURS = "ours"
 OURS_FLAGS = ("--cpu-arithmetic", "float32")  # on every processor, so that figures can be compared
 INT8, BFLOAT16 = "ours int8", "ours bfloat16"
-INT4, W4A8, FLOAT8_CACHE = "ours int4", "ours w4a8", "ours fp8 cache"
+INT4, W4A8 = "ours int4", "ours w4a8"
+INT8_CACHE, FLOAT8_CACHE = "ours int8 cache", "ours fp8 cache"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ VARIANTS = (
         ("--quantize", "int4", "--activations", "int8"),
         (INT8,),
     ),
+    Variant(INT8_CACHE, "int8-cache", "int8 cache", ("--kv-cache-dtype", "int8"), is_for_context=True),
     Variant(FLOAT8_CACHE, "fp8-cache", "fp8 cache", ("--kv-cache-dtype", "fp8_e4m3"), is_for_context=True),
 )
 SECTIONS = tuple(variant.section for variant in VARIANTS)

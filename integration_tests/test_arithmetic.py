@@ -28,6 +28,7 @@ WAYS = {
     "nf4": ("--quantize", "bitsandbytes-nf4"),
     "8 bits, weights only": ("--quantize", "bitsandbytes"),
     "fp8 cache": ("--kv-cache-dtype", "fp8_e4m3"),
+    "int8 cache": ("--kv-cache-dtype", "int8"),
 }
 
 

@@ -23,6 +23,7 @@ SUMMARY = (
     "int4-a8",
     "nf4",
     "fp4",
+    "int8-cache",
     "fp8-e4m3-cache",
 )
 EXACT = "1.000"

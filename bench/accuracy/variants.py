@@ -62,6 +62,7 @@ VARIANTS = (
     REFERENCE,
     _loading("int8", "--quantize", "int8"),
     _loading("int4", "--quantize", "int4"),
+    _loading("int8-cache", "--kv-cache-dtype", "int8"),
     _loading("fp8-e4m3-cache", "--kv-cache-dtype", "fp8_e4m3"),
     _command("gptq", "--method", "gptq"),
     _llama_cpp("Q4_0"),

@@ -78,6 +78,7 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "option.kv_cache_dtype=auto": {},
     "option.kv_cache_dtype=fp8": {"kv_cache_dtype": "fp8"},
     "option.kv_cache_dtype=fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+    "option.kv_cache_dtype=int8": {"kv_cache_dtype": "int8"},
     "option.tokens_per_block=64": {"block_size": 64},
     "option.batch_scheduler_policy=guaranteed_no_evict": {"reserve_output": True},
     "option.batch_scheduler_policy=max_utilization": {},
@@ -119,7 +120,7 @@ engine=DeepSpeed option.model_id=s3://bucket/model option.dtype=int8 option.dtyp
 option.rolling_batch=deepspeed option.entryPoint=model.py option.output_formatter=mine.format
 option.quantize=dynamic_int8 option.quantize=smoothquant option.quantize=exl2 option.task=text-embedding
 option.checkpoint=c.json option.device_map=balanced option.decoding_strategy=contrastive
-option.load_format=tensorizer option.kv_cache_dtype=int8 option.smoothquant_per_token=true
+option.load_format=tensorizer option.kv_cache_dtype=int4 option.smoothquant_per_token=true
 option.smoothquant_per_channel=true option.multi_query_mode=true option.batch_scheduler_policy=none
 option.tokenizer_mode=mistral option.rope_scaling={} option.pipeline_parallel_degree=2
 option.speculative_config={"model":5} option.tensor_parallel_degree=all

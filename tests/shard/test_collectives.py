@@ -165,7 +165,7 @@ def test_two_ranks_equal_one_in_half_precision(ranks: Ranks, checkpoint: Callabl
     assert torch.equal(mine, theirs), "ranks disagree"
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_two_ranks_equal_one_with_a_cache_of_8_bits(
     cache_dtype: torch.dtype, ranks: Ranks, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -174,7 +174,7 @@ def test_two_ranks_equal_one_with_a_cache_of_8_bits(
     assert torch.equal(mine, theirs), "ranks disagree"
     alone, exact = (compute_mixed_steps(ALONE, *step, dtype) for dtype in (cache_dtype, torch.float32))
     torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-4)
-    assert (alone - exact).abs().max() > 1e-2
+    assert (alone - exact).abs().max() > (1e-4 if cache_dtype == torch.int8 else 1e-2)
 
 
 def count_bytes_read(group: ProcessGroup, directory: Path) -> int:

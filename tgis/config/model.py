@@ -11,6 +11,7 @@ ACTIVATIONS = ("int8",)
 # Type of the KV cache for each accepted name; None is the type of the weights. Some names are other servers'.
 CACHE_TYPES = {
     "auto": None,
+    "int8": "int8",
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
     "fp8": "fp8_e4m3",
@@ -80,7 +81,8 @@ class ModelOptions:
         "Do not compare a model that --quantize rounds with its unrounded weights, on a short text, when it "
         "starts. The comparison takes about 3 s for a billion weights and logs a warning if the model loses "
         "more than is usual; it is left out if the checkpoint does not fit free memory. Activations that are "
-        "rounded to 8 bits are smoothed by the same text, with or without the comparison.",
+        "rounded to 8 bits are smoothed by the same text, and int4 weighs columns by it, with or without "
+        "the comparison.",
         False,
     )
     rope_scaling: str | None = option(
@@ -123,9 +125,10 @@ class ModelOptions:
     )
     kv_cache_dtype: str = option(
         "Data type of keys and values in the KV cache; auto: --dtype, or bfloat16 with --cpu-arithmetic "
-        "bfloat16. fp8_e4m3 and fp8_e5m2, on CPUs only, halve the memory of 16 bits and are faster for long "
-        "sequences; they use the checkpoint's scales of keys and values if it has any. fp8 and fp8_e4m3fn "
-        "are other servers' names for fp8_e4m3.",
+        "bfloat16. int8, fp8_e4m3 and fp8_e5m2, on CPUs only, take half the memory of 16 bits and are faster "
+        "for long sequences. int8 is the most precise: it has a scale for each token and head. The others "
+        "use the checkpoint's scales of keys and values if it has any; fp8 and fp8_e4m3fn are other servers' "
+        "names for fp8_e4m3.",
         "auto",
         choices=tuple(CACHE_TYPES),
         advice="For a cache of 16 or 32 bits, set --dtype.",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
+from tests.support.shard.attention_scene import round_stored
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import Request, Router, check_company, configure
 from tests.support.shard.family_cases.encoder_decoders import CASES
@@ -31,7 +32,8 @@ from tgis.shard.startup.memory_plan import Demand, MemoryBudget, allocate, plan_
 from tgis.shard.startup.platform import DeviceError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TYPES = {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2}
+TYPES = {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "int8": torch.int8}
+FLOAT_TYPES = pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 ONNX_MODEL = Path(__file__).parents[2] / "data" / "onnx" / "llama"
 SCALES = ((0.03, 0.02), (0.005, 0.3))  # keys and values of each layer
 KIND = pytest.mark.parametrize("kind", TYPES)
@@ -65,9 +67,15 @@ class RoundingCache(transformers.DynamicCache):
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **more: Any) -> Any:
         key, value = self._scales[layer]
-        return super().update(self._round(keys, key), self._round(values, value), layer, *args, **more)
+        if self._dtype == torch.int8:  # [batch, num_heads, num_tokens, head_dim], with scales of their own
+            keys, values = (round_stored(x, torch.int8, x is keys).float() for x in (keys, values))
+        else:
+            keys, values = self._round(keys, key), self._round(values, value)
+        return super().update(keys, values, layer, *args, **more)
 
     def _round(self, x: Tensor, scale: float) -> Tensor:
+        if self._dtype == torch.float32:
+            return x
         largest = torch.finfo(self._dtype).max
         return (x * torch.tensor(1 / scale)).clamp(-largest, largest).to(self._dtype).float() * scale
 
@@ -94,7 +102,7 @@ def test_answers_are_those_of_rounded_keys_and_values(kind: str, framework: str,
     request = answer(scaled, kv_cache_dtype=kind, deployment_framework=framework)
     expected = score(scaled, request, TYPES[kind], SCALES)
     torch.testing.assert_close(torch.tensor(request.logprobs), expected, rtol=0, atol=2e-4)
-    for other in ({"fp8_e4m3": E5M2, "fp8_e5m2": E4M3}[kind], torch.float32):
+    for other in ({"fp8_e4m3": E5M2, "fp8_e5m2": E4M3, "int8": E4M3}[kind], torch.float32):
         assert (score(scaled, request, other, SCALES) - expected).abs().max() > 1e-3
 
 
@@ -143,7 +151,7 @@ def test_an_encoder_decoder_answers_the_same_in_company(kind: str, tmp_path: Pat
     assert abs(exact.logprobs[0] - runs[0][0][1][0]) < 0.2
 
 
-@KIND
+@FLOAT_TYPES
 def test_a_token_takes_half_the_memory_of_16_bits(kind: str, scaled: Path) -> None:
     spec = prepare(configure(scaled)).choice.spec
     small, large = (bytes_per_block(spec, ALONE, 16, each) for each in (TYPES[kind], torch.float16))
@@ -159,6 +167,12 @@ def test_a_cache_has_the_memory_that_was_planned(kind: str, scaled: Path) -> Non
     cache = allocate(plan.choice.spec, ALONE, plan.cache_type.dtype, 16, 7, plan.cache_type.scales)
     planned = 7 * bytes_per_block(plan.choice.spec, ALONE, 16, TYPES[kind])
     assert cache.keys.nbytes + cache.values.nbytes == planned
+    if kind == "int8":
+        spec = plan.choice.spec
+        vectors = 2 * spec.num_cache_layers * spec.num_kv_heads * 16
+        assert planned == 7 * vectors * (spec.head_dim + 4)
+        assert {tuple(scale) for scale in cache.scales} == {(1.0, 1.0)}
+        return
     assert [tuple(scale) for scale in cache.scales] == [pytest.approx(scale) for scale in SCALES]
 
 
@@ -178,10 +192,11 @@ def test_a_checkpoint_made_for_the_option_is_logged(scaled: Path, tmp_path: Path
 
 def test_unsupported_engines_refuse_the_option(model_path: Path) -> None:
     on = replace(late_platform(LateDevice()), device=torch.device("cuda", 0))
-    with pytest.raises(DeviceError) as refused:
-        prepare(configure(model_path, kv_cache_dtype="fp8"), on)
-    text = "--kv-cache-dtype fp8 works only on the CPU: remove the option, or set --device cpu"
-    assert str(refused.value) == text
+    for kind in ("fp8", "int8"):
+        with pytest.raises(DeviceError) as refused:
+            prepare(configure(model_path, kv_cache_dtype=kind), on)
+        text = f"--kv-cache-dtype {kind} works only on the CPU: remove the option, or set --device cpu"
+        assert str(refused.value) == text
     framework = "hf_optimum_ort"
     with pytest.raises(UnsupportedModelError) as unserved:
         prepare(configure(ONNX_MODEL, kv_cache_dtype="fp8_e5m2", deployment_framework=framework))

@@ -13,6 +13,27 @@ from tgis.shard.memory.kv_cache import KVCache
 PLAIN = Scoring(scale=0.3)
 
 
+def rotate(x: Tensor) -> Tensor:
+    """Multiply vectors, [any, head_dim], by Hadamard matrices, as large as they divide head_dim."""
+    size = next(size for size in (256, 128, 64, 32, 16, 8, 4, 2, 1) if x.shape[-1] % size == 0)
+    for distance in (each for each in (1, 2, 4, 8, 16, 32, 64, 128) if each < size):
+        at = torch.arange(x.shape[-1])
+        signs = torch.where(at & distance > 0, -1, 1).to(x.dtype)
+        x = x[..., at ^ distance] + x * signs
+    return x
+
+
+def round_stored(x: Tensor, dtype: torch.dtype, are_keys: bool) -> Tensor:
+    """Return keys or values, [any, head_dim] float32, as a cache of this type stores them, in float64.
+    Integers have a scale for each vector, and keys are rotated before."""
+    if dtype.is_floating_point:
+        return x.to(dtype).double()
+    y = rotate(x) if are_keys else x
+    scales = y.abs().amax(-1, keepdim=True) / 127
+    y = (y * (1 / scales)).round().double() * scales.double()
+    return rotate(y) / int(rotate(torch.ones(x.shape[-1])).amax()) if are_keys else y
+
+
 class Shape(NamedTuple):
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -35,8 +56,9 @@ class Scene:
         self.tables = torch.randperm(num_blocks)[:-1].view(len(lengths), per_sequence).tolist()
         sizes = (num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.cache = KVCache(*sizes, shape.dtype)
-        self.cache.keys.fill_(torch.nan)
-        self.cache.values.fill_(torch.nan)
+        for pages in (self.cache.keys, self.cache.values):
+            # Of integers, the scales become NaN.
+            (pages if shape.dtype.is_floating_point else pages.view(torch.float32)).fill_(torch.nan)
         self.attention: Attention = CpuAttention(self.cache)
 
     def layout(self, spans: list[tuple[int, int]], sequences: list[int]) -> StepLayout:
@@ -63,7 +85,10 @@ class Scene:
     def expected(self, sequence: int, start: int, end: int, scoring: Scoring) -> Tensor:
         rows = self.rows(sequence, 0, end)
         group = self.shape.num_heads // self.shape.num_kv_heads
-        k, v = (x[rows].to(self.shape.dtype).double().repeat_interleave(group, 1) for x in (self.k, self.v))
+        dtype = self.shape.dtype
+        k, v = (
+            round_stored(x[rows], dtype, x is self.k).repeat_interleave(group, 1) for x in (self.k, self.v)
+        )
         q = self.q[self.rows(sequence, start, end)].double()
         scores = torch.einsum("qhd,khd->hqk", q, k) * scoring.scale
         distance = torch.arange(end)[None, :] - torch.arange(start, end)[:, None]
@@ -118,7 +143,13 @@ FLOAT8_SHAPES = {
     ),
     "e5m2_odd_sizes": Shape(num_heads=3, num_kv_heads=3, head_dim=24, block_size=8, dtype=torch.float8_e5m2),
 }
-ALL_SHAPES = SHAPES | FLOAT8_SHAPES
+INT8_SHAPES = {
+    "int8": Shape(num_heads=3, num_kv_heads=1, head_dim=64, dtype=torch.int8),
+    "int8_wide": Shape(num_heads=5, num_kv_heads=1, head_dim=128, block_size=32, dtype=torch.int8),
+    "int8_odd_sizes": Shape(num_heads=6, num_kv_heads=2, head_dim=13, block_size=10, dtype=torch.int8),
+    "int8_odd_heads": Shape(num_heads=6, num_kv_heads=2, head_dim=13, dtype=torch.int8),
+}
+ALL_SHAPES = SHAPES | FLOAT8_SHAPES | INT8_SHAPES
 
 
 SCORINGS = {
@@ -147,7 +178,7 @@ SCORINGS = {
 
 def attend_some() -> Tensor:
     results = []
-    for dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+    for dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
         scene = Scene(Shape(num_heads=9, num_kv_heads=3, head_dim=64, dtype=dtype), [100, 40])
         scene.write_all()
         work = {0: (20, 100), 1: (39, 40)}

@@ -23,6 +23,7 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
 from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StepStates
+from tgis.shard.quant.importance import Importance
 from tgis.shard.quant.interface import MatrixRole, Rounder, Scheme
 from tgis.shard.quant.schemes.none import UNQUANTIZED
 from tgis.shard.quant.schemes.portable_rounder import PortableRounder
@@ -280,6 +281,7 @@ class Parts:
     scheme: Scheme = UNQUANTIZED
     sensitivity: Sensitivity = UNKNOWN
     factors: Factors = field(default_factory=dict)
+    importance: Importance = field(default_factory=dict)
     tables: dict[tuple[str, range, CodeLayout], CodeTable] = field(default_factory=dict)
     """Packed tables of codes by label, rows and layout. A tied head shares the codes of its table."""
     widened: list[float] = field(default_factory=list)
@@ -316,12 +318,14 @@ class Parts:
         if (factors := self.factors.get(path)) is not None:
             stored = ScaledColumns(stored, factors)
         rows = self.sensitivity.find_rows(path, shape[0])
+        importance = self.importance.get(path)
         if role != "linear" or rows.start == shape[0] or self.scheme.sensitive_layout is None:
-            return self.scheme.encode(role, stored, self.kernels)
+            return self.scheme.encode(role, stored, self.kernels, importance)
         sensitive = self.scheme.encode("sensitive", Sliced(stored, rows), self.kernels)
         if rows.start == 0:
             return sensitive
-        others = self.scheme.encode("linear", Sliced(stored, slice(0, rows.start)), self.kernels)
+        plain = Sliced(stored, slice(0, rows.start))
+        others = self.scheme.encode("linear", plain, self.kernels, importance)
         return StackedRows([others, sensitive], stored.label)
 
     def _pack_codes(self, part: Stored) -> Product | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 SLACK = 32  # elements after the last page, so that kernels can load whole vectors, also of pairs
+SCALE_BYTES = 4  # of a scale, float32, of a token's key or value of one head
 POPULATED_BYTES = 1 << 21
 LOWEST_PRIORITY = 19
 MADV_HUGEPAGE = 14  # Linux's constants
@@ -69,16 +70,20 @@ def cached_heads(shape: AttentionShape) -> dict[int, LayerHeads]:
     return {layer: heads[layer] for layer in sorted({*sources})}
 
 
-def page_size(block_size: int, head_dim: int) -> int:
-    """Return the number of key elements (or value elements) of one block, layer and head."""
-    return block_size * head_dim
+def page_size(block_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the number of key elements (or value elements) of one block, layer and head. In a page of
+    integers, scales of the block's tokens follow, aligned to their size."""
+    size = block_size * head_dim
+    if dtype.is_floating_point:
+        return size
+    return -(-size // SCALE_BYTES) * SCALE_BYTES + block_size * SCALE_BYTES
 
 
 def bytes_per_block(shape: AttentionShape, ranks: Ranks, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block on one rank, for all layers."""
     num_elements = 0
     for heads in cached_heads(shape).values():
-        num_elements += 2 * local_kv_heads(heads, ranks) * page_size(block_size, heads.head_dim)
+        num_elements += 2 * local_kv_heads(heads, ranks) * page_size(block_size, heads.head_dim, dtype)
     return num_elements * dtype.itemsize
 
 
@@ -91,7 +96,8 @@ class CacheScale(NamedTuple):
 
 class KVCache:
     """Keys and values, in pages whose layout the attention backend defines. Keys and values of an 8-bit type
-    are divided by `scales`, which has one entry per layer."""
+    are divided by `scales`, which has one entry per layer; 8-bit integers have scales of their own in the
+    pages."""
 
     def __init__(
         self,
@@ -104,7 +110,7 @@ class KVCache:
         device: torch.device = CPU,
         scales: Sequence[CacheScale] = (),
     ):
-        shape = (num_layers, num_blocks, num_kv_heads, page_size(block_size, head_dim))
+        shape = (num_layers, num_blocks, num_kv_heads, page_size(block_size, head_dim, dtype))
         self.keys, self.values = (allocate_zeros(shape, dtype, device) for _ in range(2))
         if device.type == "cpu":
             _populate_soon((self.keys, self.values))

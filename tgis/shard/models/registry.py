@@ -65,6 +65,7 @@ from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.sensitive_weights import describe_sensitivity
 from tgis.shard.models.spec import DecoderSpec, DeltaNetSpec, MambaSpec, Spec
 from tgis.shard.models.unread_tensors import refuse_unread
+from tgis.shard.quant.importance import NO_IMPORTANCE, Importance
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
 from tgis.shard.quant.schemes.none import UNQUANTIZED
@@ -179,14 +180,21 @@ def load(
     scheme: Scheme = UNQUANTIZED,
     spec: Spec | None = None,
     factors: Factors = NO_FACTORS,
+    importance: Importance = NO_IMPORTANCE,
 ) -> Decoder | EncoderDecoderModel:
     """Load this rank's part of the model with weights in `dtype`. The defaults are the CPU's kernels and the
-    specification that `config` describes. `factors` smooth activations. Raises UnsupportedModelError and
-    WeightsError."""
+    specification that `config` describes. `factors` smooth activations, and `importance` is that of the
+    columns of matrices that are rounded. Raises UnsupportedModelError and WeightsError."""
     spec = spec or make_spec(config)
     with open_weights(path, config, spec) as weights:
         common = (group, weights, dtype, kernels or _cpu_kernels())
-        parts = Parts(*common, scheme=scheme, sensitivity=describe_sensitivity(spec), factors=factors)
+        parts = Parts(
+            *common,
+            scheme=scheme,
+            sensitivity=describe_sensitivity(spec),
+            factors=factors,
+            importance=importance,
+        )
         model = build(spec, parts)
         refuse_unread(path, weights.list_unread(), config)
     if parts.widened:

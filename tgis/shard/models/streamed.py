@@ -33,6 +33,7 @@ _PIECE = 1 << 20  # approximate number of weights read at a time
 class PromptScores(NamedTuple):
     logprobs: Tensor  # float32 [num_tokens - 1], of the tokens except the first
     ranges: dict[str, ChannelRange]  # by path of the layer; zeros for experts that no token uses
+    mean_squares: dict[str, Tensor]  # of the inputs of each column, float32 [num_columns], by path
 
 
 def score_prompt(
@@ -43,10 +44,12 @@ def score_prompt(
     dtype: torch.dtype,
     token_ids: Sequence[int],
     measured: Sequence[str] = (),
+    measures_squares: bool = False,
 ) -> PromptScores:
     """Compute a prompt with the checkpoint's own weights in float32 arithmetic. `dtype` is that of vectors
-    and embeddings, `measured` the paths of the layers whose ranges are returned. All ranks must call this.
-    Raises WeightsError and ProcessGroupError."""
+    and embeddings, `measured` the paths of the layers whose ranges are returned. The mean squares of all
+    layers are returned if `measures_squares`. All ranks must call this. Raises WeightsError and
+    ProcessGroupError."""
     weights = registry.open_weights(path, config, spec)
     parts = _StreamedParts(group, weights, dtype, _StreamingKernels(group.device))
     model = Decoder(spec, parts)
@@ -67,7 +70,9 @@ def score_prompt(
     logits = model.logits(model.forward(inputs, attention)[:-1])
     weights.release()
     logprobs = logits.log_softmax(-1).gather(1, ids[1:].unsqueeze(1)).squeeze(1).cpu()
-    return PromptScores(logprobs, {path: parts.products[path].gather_range(group) for path in measured})
+    ranges = {path: parts.products[path].gather_range(group) for path in measured}
+    squares = {path: each.gather_squares(group) for path, each in parts.products.items() if measures_squares}
+    return PromptScores(logprobs, ranges, squares)
 
 
 class _StreamingKernels(TorchKernels):
@@ -79,11 +84,15 @@ class _StreamingKernels(TorchKernels):
 
 class _StreamedProduct:
     """Product with a weight that stays in the checkpoint. Remembers the largest magnitudes of its inputs and
-    weights."""
+    weights, and the mean squares of its inputs."""
 
     def __init__(self, weight: Stored, device: torch.device):
         self._weight = weight
         self._device = device
+        self.columns = range(weight.shape[1])  # of the whole matrix
+        self.num_columns = weight.shape[1]  # of the whole matrix
+        self._num_inputs = 0
+        self._square_sum = torch.zeros(weight.shape[1], device=device)
         self._largest_input, self._largest_weight = torch.zeros(2, weight.shape[1], device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -91,6 +100,8 @@ class _StreamedProduct:
         if not len(x):
             return y
         _raise_to(self._largest_input, x)
+        self._num_inputs += len(x)
+        self._square_sum += x.float().square().sum(0)
         for rows, piece in read_pieces(self._weight, _PIECE):
             wide = piece.to(self._device, torch.float32)
             _raise_to(self._largest_weight, wide)
@@ -101,6 +112,14 @@ class _StreamedProduct:
         """Return the range of a weight whose rows are split over ranks. All ranks must call this."""
         weights = group.all_gather(self._largest_weight).view(group.size, -1).amax(0)
         return ChannelRange(self._largest_input.cpu(), weights.cpu())
+
+    def gather_squares(self, group: ProcessGroup) -> Tensor:
+        """Return the mean squares of the inputs of all columns of the matrix; 0 if there were none. All ranks
+        must call this."""
+        whole = torch.zeros(self.num_columns, device=self._device)
+        whole[self.columns.start : self.columns.stop] = self._square_sum / max(1, self._num_inputs)
+        # Ranks have the same inputs, or those of their own columns.
+        return group.all_gather(whole).view(group.size, -1).amax(0).cpu()
 
 
 def _raise_to(largest: Tensor, rows: Tensor) -> None:
@@ -127,6 +146,8 @@ class _StreamedParts(Parts):
     ) -> Product:
         product = super().pack(role, path, shape, rows, columns)
         assert isinstance(product, _StreamedProduct)
+        product.columns = range(shape[1])[columns]
+        product.num_columns = shape[1]
         self.products[path] = product
         return product
 

@@ -19,8 +19,11 @@ class Rounder(Protocol):
     Groups begin at the first column. A group that contains infinity or NaN has scale NaN; a group with only
     tiny magnitudes becomes zeros. Every platform returns the same bits."""
 
-    def round_with_offsets(self, weights: Tensor, layout: CodeLayout) -> Codes:
-        """Round with the scale and the offset of each group that a search finds best."""
+    def round_with_offsets(
+        self, weights: Tensor, layout: CodeLayout, importance: Tensor | None = None
+    ) -> Codes:
+        """Round with the scale and the offset of each group that a search finds best. `importance`, float32
+        [num_columns], positive, multiplies the squared errors of columns."""
 
     def round_to_integers(self, weights: Tensor, layout: CodeLayout) -> Codes:
         """Round half to even, with a scale that makes a group's largest magnitude the largest code."""
@@ -46,5 +49,8 @@ class Scheme(Protocol):
     def count_bytes_per_weight(self, sensitive_share: float) -> float:
         """Return the mean bytes per weight of linear layers in memory if this share of them is sensitive."""
 
-    def encode(self, role: MatrixRole, stored: Stored, rounder: Rounder = ...) -> Stored:
-        """Return the representation of a matrix, [out_features, in_features]. By default, torch rounds it."""
+    def encode(
+        self, role: MatrixRole, stored: Stored, rounder: Rounder = ..., importance: Tensor | None = None
+    ) -> Stored:
+        """Return the representation of a matrix, [out_features, in_features]. By default, torch rounds it.
+        Searches use the columns' `importance`, if it is known."""

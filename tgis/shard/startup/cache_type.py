@@ -22,6 +22,7 @@ from tgis.shard.startup.platform import DeviceError, Platform
 logger = logging.getLogger(__name__)
 
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+INT8 = {"int8": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ def choose_cache_type(
             f"--kv-cache-dtype {config.kv_cache_dtype} works only on the CPU: remove the option, or set "
             "--device cpu"
         )
+    if name in INT8:
+        logger.info("the KV cache uses %s with a scale for each token and head", name)
+        return CacheType(name, INT8[name])
     return CacheType(name, FLOAT8[name], _read_scales(name, directory, choice))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from tgis.config.model import ENGINES
 from tgis.shard.checkpoint.opening import is_gguf
@@ -21,6 +22,7 @@ from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, Un
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
 from tgis.shard.models.rope_option import RopeOption, RopeOptionError
 from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.quant.importance import NO_IMPORTANCE, Importance
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
 from tgis.shard.quant.schemes.none import UNQUANTIZED
@@ -35,10 +37,18 @@ ONNX = "hf_optimum_ort"
 
 class Loader(Protocol):
     def __call__(
-        self, group: ProcessGroup, dtype: torch.dtype, kernels: Kernels, /, *, factors: Factors = NO_FACTORS
+        self,
+        group: ProcessGroup,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        /,
+        *,
+        factors: Factors = NO_FACTORS,
+        importance: Importance = NO_IMPORTANCE,
     ) -> Model:
-        """Load the model. Only the native engine uses the kernels and the factors, which smooth activations.
-        Raises UnsupportedModelError and WeightsError."""
+        """Load the model. Only the native engine uses the kernels, the factors that smooth activations, and
+        the importance of columns of weights that are rounded. Raises UnsupportedModelError and
+        WeightsError."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +162,7 @@ def _choose_transformers(
             "this model runs through transformers' code, which is slower than a native family: %s", reason
         )
 
-    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels, **unused: Factors) -> Model:
+    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels, **unused: Mapping[str, Tensor]) -> Model:
         try:
             return hf_transformers.load(directory, spec, group, dtype, trust_remote_code, rope)
         except (UnsupportedModelError, WeightsError) as error:
@@ -204,7 +214,7 @@ def find_gpu_obstacle(spec: ModelSpec) -> str | None:
 def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
     spec = onnx_runtime.make_spec(directory, settings)
 
-    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels, **unused: Factors) -> Model:
+    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels, **unused: Mapping[str, Tensor]) -> Model:
         return onnx_runtime.load(spec, group, torch.get_num_threads())
 
     return Choice(ONNX, spec, load, spec.dtype, spec.weight_bytes)

@@ -30,7 +30,6 @@ from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.rope_option import read_rope_option
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
-from tgis.shard.quant.smoothing import NO_FACTORS
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
@@ -45,7 +44,7 @@ from tgis.shard.startup.memory_plan import GIB, MIB, Demand, MemoryBudget
 from tgis.shard.startup.platform import Platform, RunnerParts, configure_torch
 from tgis.shard.startup.quantize import check as quantize_check
 from tgis.shard.startup.quantize import probe as quantize_probe
-from tgis.shard.startup.quantize.probe import Probe
+from tgis.shard.startup.quantize.probe import NO_INPUTS, Probe
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +132,10 @@ class LoadPlan:
         self.check_fit(group)
         probe = self._open_probe(group)
         before = on.memory.memory_used()
-        factors = probe.factors if probe is not None else NO_FACTORS
-        model = self.choice.load(group, self.dtype, on.kernels, factors=factors)
+        inputs = probe.inputs if probe is not None else NO_INPUTS
+        model = self.choice.load(
+            group, self.dtype, on.kernels, factors=inputs.factors, importance=inputs.importance
+        )
         _check_length(model.spec, demand.max_sequence_length)
         speculator = self._load_speculator(model)
         release_memory()

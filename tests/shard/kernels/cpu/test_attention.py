@@ -19,13 +19,14 @@ from tests.support.shard.attention_scene import (
     Shape,
     attend_some,
     check,
+    round_stored,
 )
 from tests.support.shard.stepping import make_layout
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cpu.attention.plan import QUERY_TILE, CpuPlan
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 SLOPES, BIAS = torch.linspace(0.01, 0.3, 9), torch.linspace(-1, 1, 9 * 41).view(9, 41)
 SINKS = torch.linspace(-1, 2, 9)
 BENT = replace(PLAIN, window=90, soft_cap=3.0, slopes=SLOPES, bias=BIAS, sinks=SINKS)  # of nine heads
@@ -89,8 +90,10 @@ def test_reads_written_keys_and_values(shape: Shape) -> None:
     for sequence, length in ((0, 70), (1, 50), (1, 17), (0, 1), (0, 0)):
         actual = scene.attention.read(1, layout.block_tables[sequence], length)
         for x, written in zip(actual, (scene.k, scene.v), strict=True):
-            expected = written[scene.rows(sequence, 0, length)].to(shape.dtype).float().transpose(0, 1)
-            assert torch.equal(x, expected)
+            rows = written[scene.rows(sequence, 0, length)]
+            expected = round_stored(rows, shape.dtype, written is scene.k).float().transpose(0, 1)
+            error = 1e-6 if (shape.dtype, written is scene.k) == (torch.int8, True) else 0  # of the rotation
+            torch.testing.assert_close(x, expected, rtol=0, atol=error)
             assert x.dtype == torch.float32
 
 
@@ -169,6 +172,8 @@ def test_size_of_a_block() -> None:
     )
     assert bytes_per_block(Model(3, 4, 64), Ranks(2), 16, torch.bfloat16) == 2 * 3 * 2 * 16 * 64 * 2
     assert bytes_per_block(Model(1, 1, 64), Ranks(4), 16, torch.float32) == 2 * 16 * 64 * 4
+    assert bytes_per_block(Model(1, 1, 64), Ranks(1), 16, torch.int8) == 2 * 16 * (64 + 4)
+    assert bytes_per_block(Model(1, 1, 13), Ranks(1), 10, torch.int8) == 2 * (132 + 4 * 10)  # aligned scales
 
 
 def test_a_plan_is_copied() -> None:

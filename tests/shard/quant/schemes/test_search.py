@@ -29,15 +29,16 @@ def draw(kind: str) -> Tensor:
     return x
 
 
-def find_errors(group: NDArray[np.float64]) -> list[float]:
-    """Return the squared errors of a group for each range, with scale and offset by linear regression."""
+def find_errors(group: NDArray[np.float64], importance: NDArray[np.float64]) -> list[float]:
+    """Return the squared errors of a group, times importance, for each range, with scale and offset by linear
+    regression."""
     low, high = group.min(), group.max()
     errors = []
     for width in RANGES:
         step, middle = (high - low) * width / 15, (low + high) / 2
         codes = np.clip(np.rint((group - middle) / step - 0.5), -8, 7)
-        slope, offset = np.polyfit(codes, group, 1)
-        errors.append(float(((slope * codes + offset - group) ** 2).sum()))
+        slope, offset = np.polyfit(codes, group, 1, w=np.sqrt(importance))
+        errors.append(float((importance * (slope * codes + offset - group) ** 2).sum()))
     return errors
 
 
@@ -54,11 +55,28 @@ def test_errors_are_those_of_the_best_range(kind: str, dtype: torch.dtype) -> No
     actual = round_with_offsets(weights, LAYOUT).dequantize().double().numpy().reshape(-1, GROUP)
     groups = weights.double().numpy().reshape(-1, GROUP)
     errors = ((actual - groups) ** 2).sum(1)
-    best = np.array([min(find_errors(group)) for group in groups])
+    best = np.array([min(find_errors(group, np.ones(GROUP))) for group in groups])
     largest = np.abs(groups).max(1)
     assert (np.sqrt(errors) <= np.sqrt(best) + HALF * largest * np.sqrt(GROUP) + 1e-6).all()
     assert errors.sum() <= best.sum() * 1.001 + 1e-6
     assert errors.sum() < 0.95 * sum(map(round_plainly, groups))
+
+
+def test_errors_count_by_importance() -> None:
+    weights, importance = draw("normal"), torch.randn(3 * GROUP).mul(2).round().exp2()
+    actual = round_with_offsets(weights, LAYOUT, importance).dequantize().double()
+    errors = (actual - weights.double()).square() * importance
+    groups, by_group = (each.double().numpy().reshape(-1, GROUP) for each in (weights, importance))
+    best = [min(find_errors(group, by_group[number % len(by_group)])) for number, group in enumerate(groups)]
+    assert float(errors.sum()) <= sum(best) * 1.001
+    plain = round_with_offsets(weights, LAYOUT).dequantize().double() - weights.double()
+    assert float(errors.sum()) < 0.9 * float((plain.square() * importance).sum())
+
+
+def test_equal_importance_changes_nothing() -> None:
+    weights = draw("skewed")
+    plain, equal = (round_with_offsets(weights, LAYOUT, each) for each in (None, torch.full((96,), 4.0)))
+    assert torch.equal(plain.dequantize(), equal.dequantize())
 
 
 def test_scales_and_offsets_are_float16() -> None:
@@ -79,10 +97,14 @@ def test_sixteen_equidistant_values_are_exact() -> None:
 def test_groups_do_not_depend_on_their_neighbours() -> None:
     weights = draw("outliers")
     whole = round_with_offsets(weights, LAYOUT).dequantize()
+    importance = torch.randn(3 * GROUP).round().exp2()
+    weighted = round_with_offsets(weights, LAYOUT, importance).dequantize()
     for columns in (slice(0, GROUP), slice(GROUP, 3 * GROUP)):
         for rows in (slice(0, 1), slice(7, 48)):
             alone = round_with_offsets(weights[rows, columns], LAYOUT).dequantize()
             assert torch.equal(alone, whole[rows, columns])
+            alone = round_with_offsets(weights[rows, columns], LAYOUT, importance[columns]).dequantize()
+            assert torch.equal(alone, weighted[rows, columns])
 
 
 @pytest.mark.parametrize("kind", ["normal", "skewed", "outliers"])
@@ -92,9 +114,12 @@ def test_compiled_kernels_return_the_same_bits(kind: str, dtype: torch.dtype, fa
     weights = (draw(kind).double().repeat(1, 2)[:, :150] * factor).to(dtype)  # the last group is partial
     weights[1, :64], weights[2, 64:128], weights[3, :64] = 0, weights[2, 64], 1e-38
     weights[4, 7], weights[5, 100], weights[6, 149] = torch.nan, torch.inf, -torch.inf
-    for layout in (INT4, SENSITIVE):
+    importance = torch.randn(150).mul(3).round().exp2()
+    for layout, arguments in ((INT4, ()), (INT4, (importance,)), (SENSITIVE, ())):
         name = "round_with_offsets" if layout.has_offsets else "round_to_integers"
-        expected, actual = (getattr(rounder, name)(weights, layout) for rounder in (PORTABLE, CPU_KERNELS))
+        expected, actual = (
+            getattr(rounder, name)(weights, layout, *arguments) for rounder in (PORTABLE, CPU_KERNELS)
+        )
         assert torch.equal(actual.scales.nan_to_num(-1), expected.scales.nan_to_num(-1))
         assert actual.scales[[4, 5, 6], [0, 1, 2]].isnan().all()
         is_used = ~expected.scales.isnan()

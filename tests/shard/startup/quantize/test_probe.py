@@ -24,7 +24,8 @@ from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.models.streamed import score_prompt
 from tgis.shard.quant.registry import SCHEMES
 from tgis.shard.startup.load import load
-from tgis.shard.startup.quantize.probe import USUAL, open_probe
+from tgis.shard.startup.quantize.probe import MAX_TOKENS, USUAL, open_probe
+from tgis.shard.startup.quantize.probe import TEXT as PROBE_TEXT
 
 VOCAB_SIZE = 400
 IDS = list(range(5, 40))
@@ -99,7 +100,7 @@ def find_factors(group: ProcessGroup, directory: Path, **options: Any) -> dict[s
     kernels = CpuKernels(chosen.activations is not None)
     spec = registry.make_spec(config)
     probe = open_probe(chosen, config, spec, group, torch.float32, kernels, 100)
-    return dict(probe.factors) if probe is not None else {}
+    return dict(probe.inputs.factors) if probe is not None else {}
 
 
 @pytest.mark.parametrize("factor", [300, 1 / 300])
@@ -134,6 +135,44 @@ def test_only_activations_that_are_rounded_to_8_bits_are_smoothed(tmp_path: Path
         assert not has_factors(quantize=name, activations="int8")
 
 
+def find_importance(group: ProcessGroup, directory: Path) -> dict[str, torch.Tensor]:
+    config = stepping.read_config(directory)
+    spec = registry.make_spec(config)
+    chosen = configure(directory, no_quantize_check=True, quantize="int4")
+    probe = open_probe(chosen, config, spec, group, torch.float32, CpuKernels(), 100)
+    assert probe is not None
+    return dict(probe.inputs.importance)
+
+
+MODULES = {"attention.qkv": "self_attn.q_proj", "attention.out": "self_attn.o_proj"}
+MODULES |= {"mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}
+
+
+@pytest.mark.slow
+def test_importance_is_the_mean_square_of_inputs_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Compare with the inputs of transformers' layers, up to the nearest power of two."""
+    directory = write(tmp_path)
+    [expected] = ranks.run(1, find_importance, directory)
+    for actual in ranks.run(2, find_importance, directory):
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[path], expected[path]) for path in expected)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = transformers.AutoTokenizer.from_pretrained(directory)(PROBE_TEXT).input_ids[:MAX_TOKENS]
+    squares: dict[str, torch.Tensor] = {}
+    for layer in range(SMALL["num_hidden_layers"]):
+        for mine, name in MODULES.items():
+            module = theirs.get_submodule(f"model.layers.{layer}.{name}")
+            path = f"blocks.{layer}.{mine}"
+            module.register_forward_hook(
+                lambda _, inputs, __, path=path: squares.update({path: inputs[0][0].square().mean(0)})
+            )
+    with torch.inference_mode():
+        theirs(torch.tensor([ids]))
+    for path, square in squares.items():
+        exponents = (square / square.mean()).log2().clamp(-10, 10)
+        assert (expected[path].log2() - exponents).abs().max() <= 0.501
+
+
 def test_a_model_with_outliers_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = write(tmp_path)
     with caplog.at_level(logging.INFO):
@@ -166,15 +205,15 @@ def test_what_cannot_be_checked_is_left_out(tmp_path: Path, caplog: pytest.LogCa
     (machine / "proc" / "self").mkdir(parents=True)
     (machine / "proc" / "self" / "cgroup").write_text("")
     (machine / "proc" / "meminfo").write_text("MemAvailable: 20 kB\n")
-    chosen = configure(directory, quantize="int4")
+    chosen = configure(directory, quantize="bitsandbytes-nf4")
     arguments = (chosen, config, spec, stepping.ALONE, torch.float32, CpuKernels(), 100)
     assert open_probe(*arguments) is not None
     with caplog.at_level(logging.INFO):
         assert open_probe(*arguments, HostMemory(machine)) is None
-        assert "--quantize int4 is not checked: the checkpoint takes 0.0 GiB" in caplog.text
+        assert "--quantize bitsandbytes-nf4 is not checked: the checkpoint takes 0.0 GiB" in caplog.text
         (directory / "tokenizer.json").write_text("{")
         assert open_probe(*arguments) is None
-        assert caplog.text.count("--quantize int4 is not checked: ") == 2
+        assert caplog.text.count("--quantize bitsandbytes-nf4 is not checked: ") == 2
         assert "without smoothing" not in caplog.text
         assert not find_factors(stepping.ALONE, directory)
     assert "activations are rounded to 8 bits without smoothing" in caplog.text

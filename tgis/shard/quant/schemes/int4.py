@@ -2,12 +2,13 @@
 of experts and activations are not quantized."""
 
 import torch
+from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.quant.interface import MatrixRole, Rounder
 from tgis.shard.quant.schemes.portable_rounder import PORTABLE
-from tgis.shard.quant.schemes.rounded_matrix import RoundedMatrix
+from tgis.shard.quant.schemes.rounded_matrix import RoundedMatrix, SearchedMatrix
 
 GROUP = 64
 LAYOUT = CodeLayout(torch.int8, 4, GROUP, has_offsets=True, scale_type="float16")
@@ -22,9 +23,15 @@ class Int4:
         others = (1 - sensitive_share) * LAYOUT.bytes_per_weight
         return others + sensitive_share * SENSITIVE_LAYOUT.bytes_per_weight
 
-    def encode(self, role: MatrixRole, stored: Stored, rounder: Rounder = PORTABLE) -> Stored:
+    def encode(
+        self,
+        role: MatrixRole,
+        stored: Stored,
+        rounder: Rounder = PORTABLE,
+        importance: Tensor | None = None,
+    ) -> Stored:
         if role == "linear":
-            return RoundedMatrix(stored, LAYOUT, rounder.round_with_offsets)
+            return SearchedMatrix(stored, LAYOUT, rounder, importance)
         if role == "replicated":
             return stored
         return RoundedMatrix(stored, SENSITIVE_LAYOUT, rounder.round_to_integers)

@@ -20,7 +20,13 @@ class Int8:
     def count_bytes_per_weight(self, sensitive_share: float) -> float:
         return LAYOUT.bytes_per_weight
 
-    def encode(self, role: MatrixRole, stored: Stored, rounder: Rounder = PORTABLE) -> Stored:
+    def encode(
+        self,
+        role: MatrixRole,
+        stored: Stored,
+        rounder: Rounder = PORTABLE,
+        importance: Tensor | None = None,
+    ) -> Stored:
         return Rounded(stored, rounder) if role in ("linear", "sensitive", "head") else stored
 
 

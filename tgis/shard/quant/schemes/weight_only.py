@@ -5,6 +5,7 @@ embeddings and routers of experts, where an error selects another expert."""
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
@@ -31,7 +32,13 @@ class WeightOnly:
     def count_bytes_per_weight(self, sensitive_share: float) -> float:
         return self.layout.bytes_per_weight
 
-    def encode(self, role: MatrixRole, stored: Stored, rounder: Rounder = PORTABLE) -> Stored:
+    def encode(
+        self,
+        role: MatrixRole,
+        stored: Stored,
+        rounder: Rounder = PORTABLE,
+        importance: Tensor | None = None,
+    ) -> Stored:
         if role not in ("linear", "sensitive"):
             return stored
         return RoundedMatrix(stored, self.layout, self._choose_rounding(rounder))

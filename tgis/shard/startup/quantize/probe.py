@@ -1,12 +1,13 @@
 """Computes a short text with the unrounded weights of a model that `--quantize` rounds, to choose the factors
-that smooth activations, and to warn if the rounded model's log-probabilities differ more than usual."""
+that smooth activations, to find the importance of columns of weights, and to warn if the rounded model's
+log-probabilities differ more than usual."""
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,9 @@ from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models.interface import ModelSpec
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.models.streamed import score_prompt
+from tgis.shard.quant.importance import NO_IMPORTANCE, Importance, choose_importance
 from tgis.shard.quant.registry import find_scheme
-from tgis.shard.quant.smoothing import Factors
+from tgis.shard.quant.smoothing import NO_FACTORS, Factors
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.memory_plan import GIB
 from tgis.shard.startup.quantize.smoothing import find_factors, list_readers
@@ -53,13 +55,23 @@ SmolLM2-135M-Instruct. Larger models usually lose less."""
 _USUAL_OF_ACTIVATIONS, _USUAL_OF_CACHE = 0.1, 0.15  # added for 8-bit activations and an 8-bit cache
 
 
+class InputFigures(NamedTuple):
+    """Figures that the inputs of linear layers determine."""
+
+    factors: Factors = NO_FACTORS  # that smooth activations; none if the model's activations are not rounded
+    importance: Importance = NO_IMPORTANCE  # of columns; none if no search needs it
+
+
+NO_INPUTS = InputFigures()
+
+
 @dataclass(frozen=True)
 class Probe:
     """Results of the unrounded weights."""
 
     token_ids: list[int]
     logprobs: torch.Tensor  # float32 [num_tokens - 1], of the tokens except the first
-    factors: Factors  # that smooth activations; none if the model's activations are not rounded
+    inputs: InputFigures = NO_INPUTS
 
 
 def open_probe(
@@ -73,26 +85,32 @@ def open_probe(
     memory: HostMemory | None = None,
 ) -> Probe | None:
     """Compute the probe with the unrounded weights, before the model is loaded with the platform's `kernels`.
-    Return None if there is nothing to check or to smooth, or it is impossible. All ranks must call this.
+    Return None if nothing needs it, or it is impossible. All ranks must call this.
     `settings` is the model's config.json, `max_tokens` the longest prompt of a step, `memory` this machine's.
 
     Raises WeightsError and ProcessGroupError."""
     needs_factors = _needs_factors(config, kernels)
-    if find_scheme(config.quantize).layout is None or (config.no_quantize_check and not needs_factors):
+    needs_importance = _needs_importance(config)
+    needs_inputs = needs_factors or needs_importance
+    if find_scheme(config.quantize).layout is None or (config.no_quantize_check and not needs_inputs):
         return None
     path = Path(config.model_path)
     token_ids = _tokenize(config, spec)[:max_tokens]
-    # Factors must not depend on the free memory, because a restarted shard must compute the same results.
-    can_read = needs_factors or _has_memory(path, config.quantize, memory or HostMemory())
+    # Inputs must not depend on the free memory, because a restarted shard must compute the same results.
+    can_read = needs_inputs or _has_memory(path, config.quantize, memory or HostMemory())
     if not group.min(int(can_read and len(token_ids) >= MIN_TOKENS)):
         if needs_factors:
             logger.info("activations are rounded to 8 bits without smoothing")
+        if needs_importance:
+            logger.info("--quantize %s rounds all columns with the same importance", config.quantize)
         return None
     assert isinstance(spec, DecoderSpec), "other models have no tokens"
     readers = list_readers(spec) if needs_factors else {}
     measured = [path for paths in readers.values() for path in paths]
-    logprobs, ranges = score_prompt(path, settings, spec, group, dtype, token_ids, measured)
-    return Probe(token_ids, logprobs, find_factors(readers, ranges))
+    scores = score_prompt(path, settings, spec, group, dtype, token_ids, measured, needs_importance)
+    importance = {path: choose_importance(each) for path, each in scores.mean_squares.items()}
+    known = {path: each for path, each in importance.items() if each is not None}
+    return Probe(token_ids, scores.logprobs, InputFigures(find_factors(readers, scores.ranges), known))
 
 
 def _needs_factors(config: ShardConfig, kernels: Kernels) -> bool:
@@ -100,6 +118,12 @@ def _needs_factors(config: ShardConfig, kernels: Kernels) -> bool:
     columns of different sizes than they win by smaller outliers of activations."""
     layout = find_scheme(config.quantize).layout
     return layout is not None and layout.bits == 8 and kernels.rounds_inputs(layout)
+
+
+def _needs_importance(config: ShardConfig) -> bool:
+    """Return True if the scheme searches for the scales and offsets of groups."""
+    layout = find_scheme(config.quantize).layout
+    return layout is not None and layout.has_offsets
 
 
 def _has_memory(path: Path, quantize: str | None, memory: HostMemory) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import AttentionKind, AttentionPlan, Heads, Scoring, StepLayout
-from tgis.shard.kernels.cpu.attention.float8 import READ_FACTORS
+from tgis.shard.kernels.cpu.attention.elements.float8 import READ_FACTORS
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, TOKENS, WRITE
 from tgis.shard.kernels.cpu.attention.plan import CpuPlan
 from tgis.shard.kernels.cpu.attention.segments import EXTRA
@@ -18,7 +18,7 @@ from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit import compiler
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits
 from tgis.shard.kernels.cpu.ops import split_heads
-from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.memory.kv_cache import SCALE_BYTES, KVCache
 
 
 class CacheKernels(NamedTuple):
@@ -88,16 +88,38 @@ class CpuAttention:
     def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
         cache = self._cache
         blocks = block_table[: -(-seq_len // cache.block_size)].long()
-        k = self._pages_of(cache.keys[layer][blocks], cache.head_dim, cache.block_size).transpose(2, 3)
-        v = self._pages_of(cache.values[layer][blocks], cache.block_size, cache.head_dim)
-        k, v = (x.transpose(0, 1).flatten(1, 2)[:, :seq_len].float() for x in (k, v))
+        keys, values = cache.keys[layer][blocks], cache.values[layer][blocks]
+        k = self._pages_of(keys, cache.head_dim, cache.block_size).transpose(2, 3).float()
+        v = self._pages_of(values, cache.block_size, cache.head_dim).float()
+        if cache.dtype == torch.int8:
+            k, v = _rotate_back(k * self._scales_of(keys)), v * self._scales_of(values)
+        k, v = (x.transpose(0, 1).flatten(1, 2)[:, :seq_len] for x in (k, v))
         return k * cache.scales[layer].key, v * cache.scales[layer].value
 
     def _pages_of(self, memory: Tensor, height: int, width: int) -> Tensor:
         """View the memory of blocks as pages [num_blocks, num_kv_heads, height, width]."""
         columns = self._columns
-        elements = memory.view(*memory.shape[:2], height // columns, width, columns)
+        elements = memory[..., : height * width].contiguous()
+        elements = elements.view(*memory.shape[:2], height // columns, width, columns)
         return elements.flip(-1).transpose(3, 4).flatten(2, 3)
+
+    def _scales_of(self, memory: Tensor) -> Tensor:
+        """Return the scales of the tokens of blocks, [num_blocks, num_kv_heads, block_size, 1]."""
+        return (
+            memory[..., -SCALE_BYTES * self._cache.block_size :].contiguous().view(torch.float32)[..., None]
+        )
+
+
+def _rotate_back(k: Tensor) -> Tensor:
+    """Undo the rotation of keys, [any, head_dim] (see `elements/rotation.py`)."""
+    size = k.shape[-1] & -k.shape[-1]
+    x = k.reshape(-1, size)
+    half = 1
+    while half < size:
+        pairs = x.view(-1, size // (2 * half), 2, half)
+        x = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2).view(-1, size)
+        half *= 2
+    return (x / size).view(k.shape)
 
 
 def _scoring_fields(scoring: Scoring) -> tuple[int, ...]:

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.attention.float8 import CACHE_ELEMENTS, as_element, loses_nan
+from tgis.shard.kernels.cpu.attention.elements.conversion import CACHE_ELEMENTS, as_element
+from tgis.shard.kernels.cpu.attention.elements.float8 import loses_nan
+from tgis.shard.kernels.cpu.attention.elements.int8 import INT8_ELEMENTS, has_scales, write_scale
+from tgis.shard.kernels.cpu.attention.elements.rotation import rotate
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, TALL
 from tgis.shard.kernels.cpu.attention.segments import SegmentPart, find_first_key, result_size
 from tgis.shard.kernels.cpu.attention.tiles import (
@@ -18,6 +21,7 @@ from tgis.shard.kernels.cpu.attention.tiles import (
     Scratch,
     WorkUnit,
     attend_unit,
+    page_bytes,
     read_int,
     round_up,
 )
@@ -123,15 +127,18 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         maxima = round_up(max_rows, LANES)
         gathered = SPAN * (p.head_dim + depth)
         results = max_rows * result_size(depth + LANES)
-        size = LANES + q + sums + maxima + 4 * LANES + TALL * SPAN + 16 * GROUPS + gathered + results
+        size = (
+            LANES + q + sums + maxima + 4 * LANES + TALL * SPAN + 24 * GROUPS + 2 * SPAN + gathered + results
+        )
         memory = np.empty(size, np.float32)
         begin = round_up(memory.ctypes.data, ALIGNMENT)
         updates = begin + 4 * (q + sums + maxima)
         bounds, scores = updates + 8 * LANES, updates + 16 * LANES
         places = scores + 4 * TALL * SPAN
-        rest = places + 64 * GROUPS
+        rest = places + 96 * GROUPS + 8 * SPAN
+        factors = places + 96 * GROUPS if has_scales(element) else 0
         rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)
-        s = Scratch(*rows, updates, bounds, scores, places, rest, factor)
+        s = Scratch(*rows, updates, bounds, scores, places, factors, rest, factor)
         is_unit = True
         while is_unit:  # with the call as condition, its code would be in the loop twice
             unit = next_unit(args)
@@ -166,7 +173,29 @@ def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
             keys[0, offset] = as_element(np.float32(np.nan), element)
 
 
-def _write_kernel(element: Any) -> Kernel:
+@reorderable
+def _write_codes(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
+    """Do the same as `_write_token` for elements with scales."""
+    block = slot // p.block_size
+    offset = slot % p.block_size
+    key = np.empty(p.head_dim, np.float32)
+    for h in range(p.num_kv_heads):
+        page = (block * p.num_kv_heads + h) * page_bytes(p, element)
+        keys = carray(pointer(p.keys + page, element), (p.head_dim, p.block_size))
+        values = carray(pointer(p.values + page, element), (p.block_size, p.head_dim))
+        for d in range(p.head_dim):
+            key[d] = k[h, d]
+        rotate(key.ctypes.data, p.head_dim)
+        factor = write_scale(key, p.keys + page, offset, p)
+        for d in range(p.head_dim):
+            keys[d, offset] = as_element(key[d] * factor if factor > 0 else _F32, element)
+        factor = write_scale(v[h], p.values + page, offset, p)
+        for d in range(p.head_dim):
+            values[offset, d] = as_element(v[h, d] * factor if factor > 0 else _F32, element)
+    keep_alive(key)
+
+
+def _write_kernel(element: Any, write_token: Any = _write_token) -> Kernel:
     def write(args: Any) -> None:
         keys, values, num_kv_heads, head_dim, block_size, width = operands(args, 1, 6)
         table, new_keys, new_values, key_bits, value_bits = operands(args, 7, 5)
@@ -181,11 +210,14 @@ def _write_kernel(element: Any) -> Kernel:
         while first < num_tokens:
             for t in range(first, min(num_tokens, first + TOKENS)):
                 if slots[t] >= 0:
-                    _write_token(k[t], v[t], slots[t], p, element)
+                    write_token(k[t], v[t], slots[t], p, element)
             first = next_unit(args) * TOKENS
 
     return Kernel(write)
 
 
 ATTEND = {dtype: attend_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}
-WRITE = {dtype: _write_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}
+WRITE = {
+    dtype: _write_kernel(element, _write_codes if dtype in INT8_ELEMENTS else _write_token)
+    for dtype, element in CACHE_ELEMENTS.items()
+}

@@ -9,14 +9,8 @@ from typing import Any
 
 from numba import types
 
-from tgis.shard.kernels.cpu.attention.vectors import (
-    INTEGERS,
-    LANES,
-    VECTOR,
-    ZERO,
-    load_cached,
-    store,
-)
+from tgis.shard.kernels.cpu.attention.elements.conversion import load_cached
+from tgis.shard.kernels.cpu.attention.vectors import INTEGERS, LANES, VECTOR, ZERO, store
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.gemm.pairs import PAIR
 from tgis.shard.kernels.cpu.jit import llvm

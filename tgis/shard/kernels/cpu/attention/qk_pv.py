@@ -11,7 +11,7 @@ from typing import Any
 
 from numba import types
 
-from tgis.shard.kernels.cpu.attention.float8 import find_nan
+from tgis.shard.kernels.cpu.attention.elements.float8 import find_nan
 from tgis.shard.kernels.cpu.attention.operands import (
     count_columns,
     drop_later,

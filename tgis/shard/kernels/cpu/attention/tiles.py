@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
+from tgis.shard.kernels.cpu.attention.elements.int8 import find_scales, has_scales
+from tgis.shard.kernels.cpu.attention.elements.rotation import count_rotated, rotate
 from tgis.shard.kernels.cpu.attention.operands import round_query
 from tgis.shard.kernels.cpu.attention.qk_pv import (
     GROUPS,
@@ -19,6 +21,7 @@ from tgis.shard.kernels.cpu.attention.qk_pv import (
     add_pv_4_vectors,
     multiply_qk,
 )
+from tgis.shard.kernels.cpu.attention.scales import copy_scales, multiply_columns
 from tgis.shard.kernels.cpu.attention.segments import (
     add_segment,
     find_first_key,
@@ -35,6 +38,7 @@ from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
 from tgis.shard.kernels.cpu.attention.widening import is_converted, widen_span
 from tgis.shard.kernels.cpu.jit.compiler import inlined, pointer, reorderable
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, tanh
+from tgis.shard.memory.kv_cache import SCALE_BYTES
 
 MANY_ROWS = 16  # units with more rows use tiles of TALL rows
 INITIAL_MAXIMUM = np.float32(-1e30)  # initial running maximum, below any score
@@ -106,8 +110,9 @@ class Scratch(NamedTuple):
     bounds: int  # int32 [TALL, 2], begin and end of each row's keys in the span
     scores: int  # [TALL, SPAN], replaced by softmax weights in the type of `factor`
     # int64 [4, GROUPS], addresses: vectors of keys of the current and of the prefetched span, then one for
-    # every LANES rows of values of both. A second such array for widened copies follows.
+    # every LANES rows of values of both. Two more such arrays follow: for widened copies, and for scales.
     places: int
+    scales: int  # [2, SPAN], scales of the span's keys and values; 0 if they have none
     # Copies of keys [head_dim, SPAN] and of values [SPAN, depth] if pages are not read in place.
     gathered: int
     factor: Any  # a value of the type of queries and softmax weights
@@ -124,10 +129,18 @@ def round_up(n: int, step: int) -> int:
 
 
 @reorderable
-def _locate_span(which: int, span: int, u: Any, p: Any, s: Any) -> None:
-    """Store the addresses of a span's keys and values. Those of groups that no row attends to are
+def page_bytes(p: Any, element: Any) -> Any:
+    """Return the size of a page of keys, which is that of a page of values."""
+    if has_scales(element):
+        return find_scales(p) + SCALE_BYTES * p.block_size
+    return p.head_dim * p.block_size * p.width // p.columns
+
+
+@reorderable
+def _locate_span(which: int, span: int, u: Any, p: Any, s: Any, element: Any) -> None:
+    """Store the addresses of a span's keys, values and scales. Those of groups that no row attends to are
     arbitrary."""
-    page = p.head_dim * p.block_size * p.width // p.columns
+    page = page_bytes(p, element)
     for group in range(GROUPS):
         key = span + group * LANES
         if key >= u.end:
@@ -138,31 +151,46 @@ def _locate_span(which: int, span: int, u: Any, p: Any, s: Any) -> None:
         place = s.places + 8 * (which * GROUPS + group)
         poke(place, p.keys + base + offset)
         poke(place + 16 * GROUPS, p.values + base + offset * p.head_dim // p.columns)
+        if has_scales(element):
+            scales = base + find_scales(p) + SCALE_BYTES * offset
+            poke(place + 64 * GROUPS, p.keys + scales)
+            poke(place + 80 * GROUPS, p.values + scales)
 
 
 @reorderable
-def _locate_next_span(span: int, u: Any, following: Any, p: Any, s: Any) -> None:
+def _locate_next_span(span: int, u: Any, following: Any, p: Any, s: Any, element: Any) -> None:
     """Store the addresses of the span to prefetch: the next span, or the first one of the `following`
     unit."""
     if span < u.end:
-        _locate_span(1, span, u, p, s)
+        _locate_span(1, span, u, p, s, element)
     else:
-        _locate_span(1, following.begin, following, p, s)
+        _locate_span(1, following.begin, following, p, s, element)
 
 
 @reorderable
-def _advance(s: Any) -> None:
+def _advance(places: int) -> None:
     """Move the addresses of the next span to the current span."""
     for group in range(GROUPS):
-        place = s.places + 8 * group
+        place = places + 8 * group
         poke(place, peek(place + 8 * GROUPS, _I64))
         poke(place + 16 * GROUPS, peek(place + 24 * GROUPS, _I64))
 
 
 @reorderable
+def _move_to_next_span(span: int, u: Any, following: Any, p: Any, s: Any, element: Any) -> None:
+    """Make the span at `span` the current one, and locate the one to prefetch."""
+    _advance(s.places)
+    if has_scales(element):
+        _advance(s.places + 64 * GROUPS)
+    _locate_next_span(span + SPAN, u, following, p, s, element)
+    if has_scales(element):
+        copy_scales(s.scales, s.places + 64 * GROUPS)
+
+
+@reorderable
 def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
     """Copy a span to contiguous memory, from pages that do not hold a whole number of vectors."""
-    page = p.head_dim * p.block_size * p.width
+    page = page_bytes(p, element)
     depth = s.length - LANES
     gathered = carray(pointer(s.gathered, element), (SPAN * (p.head_dim + depth),))
     begin = p.head_dim * SPAN
@@ -175,6 +203,10 @@ def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
         for d in range(p.head_dim):
             gathered[d * SPAN + j] = keys[d, offset]
             gathered[begin + j * depth + d] = values[offset, d]
+        if has_scales(element):
+            scales = base + find_scales(p) + SCALE_BYTES * offset
+            poke(s.scales + 4 * j, peek(p.keys + scales, _F32))
+            poke(s.scales + 4 * (SPAN + j), peek(p.values + scales, _F32))
     for group in range(GROUPS):
         place = s.places + 8 * group
         for ahead in range(2):
@@ -194,7 +226,7 @@ def _use_widened(p: Any, s: Any) -> tuple[Pages, Scratch]:
         poke(places + 8 * (2 * GROUPS + group), s.gathered + 4 * (values + group * LANES * depth))
     pages = Pages(p.keys, p.values, p.num_kv_heads, p.head_dim, 1, 4, p.key_factor, p.value_factor, 1)
     rows = (s.q, s.sums, s.length, s.maxima, s.results, s.updates, s.bounds, s.scores)
-    return pages, Scratch(*rows, places, s.gathered, s.factor)
+    return pages, Scratch(*rows, places, s.scales, s.gathered, s.factor)
 
 
 @reorderable
@@ -274,6 +306,8 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
     q = s.q + 4 * r * depth
     num_groups = GROUPS if num_keys > SPAN // 2 else GROUPS // 2
     multiply_qk(rows, num_groups, s.scores, q, 4 * depth, s.places, stride, channels, element)
+    if s.scales:
+        multiply_columns(rows, num_groups, s.scores, s.scales)
     if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
         _adjust_rows(r, rows, span, u, scoring, s)
     maxima, sums = s.maxima + 4 * r, s.sums + 4 * s.length * r
@@ -284,12 +318,15 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
         update_masked_softmax(
             rows, num_groups, s.scores, maxima, s.updates, sums, s.length, s.bounds, s.factor
         )
+    if s.scales:
+        multiply_columns(rows, num_groups, s.scores, s.scales + 4 * SPAN)
     _add_values(rows, num_keys, sums, in_place, p, s, element)
 
 
 @reorderable
 def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None:
-    """Scale and round the query of row `r` and clear its sums. Rows after the last token repeat it."""
+    """Scale, rotate and round the query of row `r` and clear its sums. Rows after the last token repeat it.
+    Queries are rotated if keys are."""
     token = min(r // u.heads, u.num_tokens - 1)
     index = (u.start + token) * queries.num_heads + u.head + r % u.heads
     q = carray(pointer(queries.q + 4 * index * p.head_dim, _F32), (p.head_dim,))
@@ -298,6 +335,8 @@ def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None
     sums = carray(pointer(s.sums + 4 * r * s.length, _F32), (s.length,))
     for d in range(p.head_dim):
         scaled[d] = q[d] * scale
+    if s.scales:
+        rotate(scaled_query, p.head_dim)
     round_query(scaled_query, p.head_dim, s.factor)
     for d in range(s.length):
         sums[d] = np.float32(0)
@@ -338,15 +377,17 @@ def _attend_keys(
     """Process keys [begin, end) for all rows of a unit in tiles of `height` rows."""
     num_rows = u.num_tokens * u.heads
     in_place = p.block_size % LANES == 0
+    scale = scoring.scale * p.key_factor
+    if s.scales:
+        scale /= np.float32(count_rotated(p.head_dim))
     for r in range(round_up(num_rows, height)):
-        _start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
+        _start_row(r, u, queries, p, scale, s)
     is_widened = in_place and height == TALL and is_converted(element)
     wide_pages, wide = _use_widened(p, s)
     strides = (p.block_size * p.width, p.head_dim * p.width)
     for span in range(begin, end, SPAN):
         if in_place:
-            _advance(s)
-            _locate_next_span(span + SPAN, u, following, p, s)
+            _move_to_next_span(span, u, following, p, s, element)
         else:
             _gather(span, u, p, s, element)
         if is_widened:
@@ -397,7 +438,7 @@ def attend_unit(
     num_tiles = (num_rows + SHORT - 1) // SHORT
     height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
     if p.block_size % LANES == 0:
-        _locate_span(1, u.begin, u, p, s)
+        _locate_span(1, u.begin, u, p, s, element)
     _attend_segments(height, u, following, queries, part, p, scoring, s, element)
     results, size = s.results, result_size(s.length)
     maxima, stride = s.results + 4 * s.length, 4 * size

@@ -6,7 +6,6 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from tgis.shard.kernels.cpu.attention.float8 import FORMATS, load_float8
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I32
@@ -36,14 +35,6 @@ def store(b: Any, x: Any, base: Any, offset: Any) -> None:
 def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
     """Return x * y + z for vectors, with one rounding."""
     return llvm.call(b, f"llvm.fma.v{LANES}f32", VECTOR, x, y, z)
-
-
-def load_cached(b: Any, base: Any, offset: Any, element: Any) -> Any:
-    """Load LANES elements of the cache and convert them to float32. 8-bit elements still lack their
-    `read_factor`."""
-    if element in FORMATS:
-        return load_float8(b, b.add(base, offset), LANES, element)
-    return llvm.load_stored(b, b.add(base, offset), LANES, element, align=2)
 
 
 @intrinsic

@@ -16,12 +16,13 @@ def _search_kernel(element: Any) -> Kernel:
     width = element.itemsize  # bytes
 
     def search(args: Any) -> None:
-        num_groups, x, codes, scales, offsets = operands(args, 1, 5)
+        num_groups, groups_per_row, x, importance, codes, scales, offsets = operands(args, 1, 7)
         first = next_unit(args) * _GROUPS
         while first < num_groups:
             for i in range(first, min(num_groups, first + _GROUPS)):
                 at = i * GROUP
-                search_group(x + at * width, codes + at, scales + 4 * i, offsets + 4 * i, element)
+                own = importance + 4 * GROUP * (i % groups_per_row)
+                search_group(x + at * width, own, codes + at, scales + 4 * i, offsets + 4 * i, element)
             first = next_unit(args) * _GROUPS
 
     return Kernel(search)

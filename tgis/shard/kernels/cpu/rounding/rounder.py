@@ -9,20 +9,24 @@ from tgis.shard.kernels.cpu.rounding.vectors import LANES
 from tgis.shard.quant.schemes.int4 import LAYOUT as INT4
 from tgis.shard.quant.schemes.portable_rounder import PortableRounder
 from tgis.shard.quant.schemes.rounding import pad_groups
+from tgis.shard.quant.schemes.search import pad_importance
 
 
 class CpuRounder(PortableRounder):
     """`Rounder` by compiled kernels."""
 
-    def round_with_offsets(self, weights: Tensor, layout: CodeLayout) -> Codes:
+    def round_with_offsets(
+        self, weights: Tensor, layout: CodeLayout, importance: Tensor | None = None
+    ) -> Codes:
         if layout != INT4 or not weights.numel():
-            return super().round_with_offsets(weights, layout)
+            return super().round_with_offsets(weights, layout, importance)
         assert layout.group is not None
+        by_column = pad_importance(importance, weights.shape[1], layout.group)
         padded = pad_groups(weights, layout.group, "replicate")
         values, scales = _allocate(padded, layout.group)
         offsets = torch.empty_like(scales)
-        addresses = (each.data_ptr() for each in (padded, values, scales, offsets))
-        SEARCH[padded.dtype].parallel(scales.numel(), *addresses)
+        addresses = (each.data_ptr() for each in (padded, by_column, values, scales, offsets))
+        SEARCH[padded.dtype].parallel(scales.numel(), scales.shape[1], *addresses)
         return Codes(layout, _cut(values, weights), scales, offsets=offsets)
 
     def round_to_integers(self, weights: Tensor, layout: CodeLayout) -> Codes:

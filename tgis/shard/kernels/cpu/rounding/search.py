@@ -4,6 +4,7 @@ while all ranges are tried; what depends on one range is a lane of a vector."""
 from typing import Any, NamedTuple
 
 from llvmlite import ir
+from numba import types
 
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
@@ -21,6 +22,14 @@ _COUNT = len(RANGES)
 _FITS = ir.VectorType(FLOAT, _COUNT)  # a number for each range
 
 
+class _WeightedGroup(NamedTuple):
+    """Vectors of a group."""
+
+    values: list[Any]
+    importance: list[Any]
+    weighted: list[Any]  # values times importance
+
+
 class _Fits(NamedTuple):
     """Least-squares fits of a group for each range."""
 
@@ -30,14 +39,17 @@ class _Fits(NamedTuple):
 
 
 @llvm_function()
-def search_group(b: Any, x: Any, codes: Any, scale: Any, offset: Any, element: Any) -> None:
-    """Write the codes, the scale and the offset of a group at address `x` to other addresses."""
+def search_group(b: Any, x: Any, importance: Any, codes: Any, scale: Any, offset: Any, element: Any) -> None:
+    """Write the codes, the scale and the offset of a group at address `x` to other addresses. `importance` is
+    the address of float32 [GROUP]."""
     values = vectors.load_group(b, x, GROUP, element)
+    weights = vectors.load_group(b, importance, GROUP, types.float32)
+    group = _WeightedGroup(values, weights, [b.fmul(*pair) for pair in zip(values, weights, strict=True)])
     low, high = (vectors.fold(b, combine, values) for combine in (vectors.smaller, vectors.larger))
-    total = vectors.fold(b, vectors.add, values)
+    count, total = (vectors.fold(b, vectors.add, each) for each in (weights, group.weighted))
     width = b.fsub(high, low)
     middle = b.fmul(b.fadd(low, high), FLOAT(0.5))
-    fits = _fit_ranges(b, values, width, middle, b.fmul(total, FLOAT(1 / GROUP)))
+    fits = _fit_ranges(b, group, width, middle, count, b.fdiv(total, count))
     best = _choose(b, fits, middle)
     magnitude = vectors.larger(b, *(llvm.call(b, "llvm.fabs.f32", FLOAT, each) for each in (low, high)))
     is_zero = b.fcmp_ordered("<", magnitude, FLOAT(TINY))
@@ -50,32 +62,35 @@ def search_group(b: Any, x: Any, codes: Any, scale: Any, offset: Any, element: A
         b.store(number, llvm.pointer_to(b, FLOAT, address), align=4)
 
 
-def _fit_ranges(b: Any, values: list[Any], width: Any, middle: Any, mean: Any) -> _Fits:
-    """Emit the fit for each range. No operation is fused, because torch does not fuse them either."""
+def _fit_ranges(b: Any, group: _WeightedGroup, width: Any, middle: Any, count: Any, mean: Any) -> _Fits:
+    """Emit the fit for each range. No operation is fused, because torch does not fuse them either. `count` is
+    the sum of importance."""
     widths = ir.Constant(_FITS, [each / _STEPS for each in RANGES])
     steps = b.fmul(llvm.broadcast(b, width, _COUNT), widths)
     shifts = b.fadd(llvm.broadcast(b, middle, _COUNT), b.fmul(steps, llvm.constant(0.5, _COUNT)))
     few = []
     for i in range(_COUNT):
         step, shift = (b.extract_element(each, I32(i)) for each in (steps, shifts))
-        few.append(_sum_products(b, values, _round(b, values, step, shift)))
+        few.append(_sum_products(b, group, _round(b, group.values, step, shift)))
     sums, square_sums, product_sums = (
         vectors.fold_four(b, vectors.add, each) for each in zip(*few, strict=True)
     )
-    count, means = llvm.constant(float(GROUP), _COUNT), llvm.broadcast(b, mean, _COUNT)
-    centres = b.fmul(sums, llvm.constant(1 / GROUP, _COUNT))
-    spread = b.fsub(square_sums, b.fmul(b.fmul(count, centres), centres))
-    shared = b.fsub(product_sums, b.fmul(b.fmul(count, means), centres))
+    counts, means = (llvm.broadcast(b, each, _COUNT) for each in (count, mean))
+    centres = b.fdiv(sums, counts)
+    spread = b.fsub(square_sums, b.fmul(b.fmul(counts, centres), centres))
+    shared = b.fsub(product_sums, b.fmul(b.fmul(counts, means), centres))
     zero = llvm.constant(0.0, _COUNT)
     scales = b.select(b.fcmp_ordered(">", spread, zero), b.fdiv(shared, spread), zero)
     return _Fits(b.fmul(b.fneg(shared), scales), scales, b.fsub(means, b.fmul(scales, centres)))
 
 
-def _sum_products(b: Any, values: list[Any], codes: list[Any]) -> list[Any]:
-    """Emit the beginnings of the sums of codes, of their squares, and of their products with values."""
-    squares = [b.fmul(code, code) for code in codes]
-    products = [b.fmul(*pair) for pair in zip(values, codes, strict=True)]
-    return [vectors.fold_to_few(b, vectors.add, each) for each in (codes, squares, products)]
+def _sum_products(b: Any, group: _WeightedGroup, codes: list[Any]) -> list[Any]:
+    """Emit the beginnings of sums times importance: of codes, of their squares, and of their products with
+    values."""
+    weighted = [b.fmul(*pair) for pair in zip(codes, group.importance, strict=True)]
+    squares = [b.fmul(*pair) for pair in zip(weighted, codes, strict=True)]
+    products = [b.fmul(*pair) for pair in zip(group.weighted, codes, strict=True)]
+    return [vectors.fold_to_few(b, vectors.add, each) for each in (weighted, squares, products)]
 
 
 def _choose(b: Any, fits: _Fits, middle: Any) -> tuple[Any, Any]:

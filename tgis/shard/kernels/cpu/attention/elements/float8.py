@@ -13,9 +13,8 @@ from llvmlite import ir
 from numba import types
 
 from tgis.shard.kernels.cpu.jit import llvm
-from tgis.shard.kernels.cpu.jit.compiler import intrinsic, llvm_function
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, HALF, I1, I8, I16, I32
-from tgis.shard.kernels.cpu.jit.scalar_math import ELEMENTS, build_stored
 
 NAN = 0x7F  # code with which NaN is written
 
@@ -30,9 +29,8 @@ class Float8(NamedTuple):
 
 # numba type of the elements -> format.
 FORMATS = {types.int8: Float8(3, 7, 448.0, 2.0**8), types.uint8: Float8(2, 15, 57344.0, 1.0)}
-_E4M3, _E5M2 = np.int8(0), np.uint8(0)
 # Type of the cache -> a value of the numba type of its elements.
-CACHE_ELEMENTS = {**ELEMENTS, torch.float8_e4m3fn: _E4M3, torch.float8_e5m2: _E5M2}
+FLOAT8_ELEMENTS = {torch.float8_e4m3fn: np.int8(0), torch.float8_e5m2: np.uint8(0)}
 READ_FACTORS = {
     dtype: FORMATS[kind].read_factor
     for dtype, kind in ((torch.float8_e4m3fn, types.int8), (torch.float8_e5m2, types.uint8))
@@ -69,20 +67,9 @@ def loses_nan(b: Any, element: Any) -> Any:
     return I1(element == types.int8)
 
 
-@intrinsic
-def as_element(typingctx: Any, x: Any, element: Any) -> Any:
-    """Convert float32 `x` to a type of CACHE_ELEMENTS. 8-bit floats saturate."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        if element in FORMATS:
-            return _build_float8(b, args[0], FORMATS[element])
-        return build_stored(b, args[0], element)
-
-    return element(types.float32, element), generate
-
-
-def _build_float8(b: Any, x: Any, form: Float8) -> Any:
-    """Emit the rounding to 8 bits, half to even."""
+def build_float8(b: Any, x: Any, element: Any) -> Any:
+    """Emit the rounding of float32 `x` to a type of FORMATS, half to even. Large numbers are clamped."""
+    form = FORMATS[element]
     bits = b.bitcast(x, I32)
     magnitude = b.and_(bits, I32(0x7FFFFFFF))
     largest = b.bitcast(FLOAT(form.largest), I32)

@@ -1,0 +1,1 @@
+"""Types of the cache's elements other than those of weights."""
