@@ -17,7 +17,7 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels
 from tgis.shard.layers.rotary import DynamicScaling, LongScaling
 from tgis.shard.models import registry
-from tgis.shard.models.families import falcon, mistral3
+from tgis.shard.models.families import falcon, granitemoehybrid, mistral3, mistral4
 from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
 from tgis.shard.models.rope_option import RopeOption, RopeOptionError
@@ -183,7 +183,8 @@ def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str 
         return "its layers have different heads"
     if spec.slopes:
         return "it uses ALiBi"
-    if spec.mamba or spec.delta_net:
+    # transformers marks also those models of Granite 4 that have only attention.
+    if spec.mamba or spec.delta_net or model_type in granitemoehybrid.MODEL_TYPES:
         return "it keeps a state other than keys and values"
     if spec.sinks:
         return "it has attention sinks"
@@ -191,7 +192,7 @@ def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str 
         return "its code does not use the attention interface"
     if spec.chunks:
         return "its attention is in chunks"
-    if model_type in mistral3.MODEL_TYPES:
+    if model_type in mistral3.MODEL_TYPES + mistral4.MODEL_TYPES:
         return "its type is no causal language model in transformers"
     if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):
         return "its rotary embedding lets sequences of one step affect each other"
