@@ -179,8 +179,6 @@ def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str 
         return "its weights are quantized"
     if not isinstance(spec, DecoderSpec):
         return "it is an encoder-decoder model"
-    if spec.layer_shapes:
-        return "its layers have different heads"
     if spec.slopes:
         return "it uses ALiBi"
     # transformers marks also those models of Granite 4 that have only attention.

@@ -145,7 +145,7 @@ def _load_checked(
     unpacked: set[str] = set()
     while True:
         whole = read_checkpoint()
-        _check_layers(whole)
+        _check_state(whole)
         if rope is not None and rope.kind not in _rope_kinds(whole):
             raise RopeOptionError("transformers' code of this model scales no rotary positions")
         pack_linears(whole, dtype, unpacked)
@@ -214,15 +214,12 @@ def _read_checkpoint(directory: Path, dtype: torch.dtype, trust_remote_code: boo
     return whole.eval()
 
 
-def _check_layers(whole: Any) -> None:
+def _check_state(whole: Any) -> None:
     kinds = getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ()
     stateful = [kind for kind in kinds if kind == "linear_attention" or not str(kind).endswith("attention")]
     if stateful or keeps_state(whole):
         kind = f" of kind {stateful[0]}" if stateful else ""
         raise NotServedError(f"its layers{kind} keep a state other than keys and values")
-    sizes = (getattr(module, "head_dim", None) for module in whole.modules())
-    if len({size for size in sizes if isinstance(size, int)}) > 1:
-        raise NotServedError("its layers have different heads")
     for kind in _rope_kinds(whole):
         if kind in STEP_WIDE_ROPES:
             raise NotServedError(
