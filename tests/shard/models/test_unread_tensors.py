@@ -168,6 +168,9 @@ def copy(source: Path, target: Path, added: dict[str, Tensor], **changes: Any) -
 def fewer_layers(family: str, config: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Return the configuration without its last layer, and the index of that layer."""
     text = config.get("text_config", config)
+    if "layers_block_type" in text:  # it has the number of layers too
+        kinds = text["layers_block_type"][:-1]
+        return {**config, "layers_block_type": kinds}, len(kinds)
     keys = (LAYER_KEYS.get(family, ""), "num_hidden_layers", "n_layer", "n_layers")
     key = next(key for key in keys if key in text)
     last = text[key] - 1

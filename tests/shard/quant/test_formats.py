@@ -156,6 +156,8 @@ def test_only_weights_read_weights() -> None:
         "models/parts/delta_net.py": {"conv.weight", "norm.weight"},
         "models/parts/mamba.py": {"conv.weight", "norm.weight"},
         "models/parts/routing.py": {".weight"},
+        "speculators/medusa.py": {"heads.0.score.weight"},
+        "speculators/mlp.py": {".ln.weight"},
         "adapters/lora_mapping.py": {"lora_A.weight", "lora_B.weight"},  # of adapters' files
         "models/hf_transformers/packed_linear.py": {".weight"},  # of transformers' modules
         "quantize/plan.py": {".weight"},  # of the checkpoint's modules, which are replaced
