@@ -20,7 +20,7 @@ _SPECIAL_CHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 _JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]')
 _LAST_KEY = re.compile(r'("[^"]*")\s*:\s*$')
 
-_KEY = r"KEY: /[^<>\n]+/"
+_KEY = r"KEY: /[^<>\n\"]+/"
 
 
 def write_answer_grammar(rules: AnswerRules, text_grammar: str | None, number: Callable[[int], int]) -> str:
@@ -102,18 +102,27 @@ class _AnswerGrammar:
 
     def _tagged(self, function: CallRule, tags: Tags, rules: CallRules) -> str:
         """Return the grammar of arguments between tags, in the order of the schema."""
-        before_value = tags.key_end + tags.value_begin
         if allows_any(function.schema):
-            if _KEY not in self._lines:
-                self._lines.append(_KEY)
-            begin = self._sequence(tags.key_begin, rules)
-            return f"({begin} KEY {self._sequence(before_value, rules)} {self._tagged_text(tags, rules)})*"
+            return f"({self._any_tagged(tags, rules)})*"
         parts = []
         for parameter in read_parameters(function.schema):
-            begin = self._sequence(tags.key_begin + parameter.name + before_value, rules)
+            key_end = tags.text_key_end if parameter.is_text else tags.key_end
+            begin = self._sequence(tags.key_begin + parameter.name + key_end + tags.value_begin, rules)
             value = self._tagged_value(function, parameter, tags, rules)
             parts.append(f"({begin} {value}){'' if parameter.is_required else '?'}")
         return " ".join(parts)
+
+    def _any_tagged(self, tags: Tags, rules: CallRules) -> str:
+        """Return the grammar of any argument."""
+        if _KEY not in self._lines:
+            self._lines.append(_KEY)
+        begin = f"{self._sequence(tags.key_begin, rules)} KEY"
+        before_text = self._sequence(tags.text_key_end + tags.value_begin, rules)
+        grammar = f"{begin} {before_text} {self._tagged_text(tags, rules)}"
+        if tags.text_key_end == tags.key_end:
+            return grammar
+        before_value = self._sequence(tags.key_end + tags.value_begin, rules)
+        return f"{grammar} | {begin} {before_value} %json {{}} {self._sequence(tags.value_end, rules)}"
 
     def _tagged_value(
         self, function: CallRule, parameter: FunctionParameter, tags: Tags, rules: CallRules

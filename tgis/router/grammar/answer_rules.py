@@ -36,6 +36,8 @@ class Tags(NamedTuple):
     key_end: str
     value_begin: str
     value_end: str
+    text_key_end: str
+    """Text after the key of a value that is a text."""
 
 
 class CallRule(NamedTuple):

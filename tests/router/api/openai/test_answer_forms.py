@@ -43,6 +43,9 @@ TEXTS = {
     "<tool_call>now\n</tool_call>",
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n</function>\n"
     "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" '
+    'string="true">Bonn</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+    "</｜DSML｜function_calls>",
     "phi4_functools": f"functools[{WEATHER}, {NOW}]",
     "deepseek_v3": f"{D['calls begin']}{D['call begin']}function{D['sep']}weather\n```json\n"
     f'{{"city": "Bonn"}}\n```{D["call end"]}\n{D["call begin"]}function{D["sep"]}now\n```json\n{{}}\n```'
@@ -126,7 +129,7 @@ TAGGED_SCHEMA = {
 
 
 @pytest.mark.parametrize("are_marks", [False, True])
-@pytest.mark.parametrize("kind", ["glm45", "qwen3_coder"])
+@pytest.mark.parametrize("kind", ["glm45", "qwen3_coder", "deepseek_v32"])
 def test_values_between_tags_follow_the_schema(
     kind: str, are_marks: bool, vocabularies: dict[bool, Tokenizer]
 ) -> None:
@@ -140,6 +143,14 @@ def test_values_between_tags_follow_the_schema(
         if kind == "glm45":
             pairs = (f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items())
             return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+        if kind == "deepseek_v32":
+            kinds = {key: "false" if key in ("n", "b") else "true" for key in values}
+            parameters = "".join(
+                f'<｜DSML｜parameter name="{k}" string="{kinds[k]}">{v}</｜DSML｜parameter>\n'
+                for k, v in values.items()
+            )
+            invoke = f'<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>'
+            return f"<｜DSML｜function_calls>\n{invoke}\n</｜DSML｜function_calls>"
         pairs = (f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
         return f"<tool_call>\n<function={name}>\n{''.join(pairs)}</function>\n</tool_call>"
 

@@ -25,6 +25,7 @@ EXPECTED = {
     "deepseek_hybrid": ("deepseek_v31", "think"),
     "deepseek_reasoning": (None, "think"),
     "deepseek_tools": ("deepseek_v3", None),
+    "deepseek_v32": ("deepseek_v32", "think"),
     "gemma4": ("gemma4", "gemma4"),
     "glm45": ("glm45", "think"),
     "gpt_oss": ("harmony", "harmony"),
@@ -71,6 +72,7 @@ REASONING = [
     "granite_tools",
     "mistral_reasoning",
     "deepseek_hybrid",
+    "deepseek_v32",
     "gpt_oss",
 ]
 CHECKED = [family for family in EXPECTED if EXPECTED[family][0]]

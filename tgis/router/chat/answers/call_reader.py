@@ -1,10 +1,11 @@
 """Parses one tool call, after the parts that precede it."""
 
-import json
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from os.path import commonprefix
 
 from tgis.router.chat.answers import tagged_value
+from tgis.router.chat.answers.json_text import write_json
 from tgis.router.chat.answers.loose_value import to_json
 from tgis.router.chat.answers.pieces import CallArguments, CallBegin, Piece
 from tgis.router.chat.answers.text_source import TextSource, Wait
@@ -97,16 +98,15 @@ class CallReader:
             return False
         separator = "{"
         while (yield from source.has_all((body.key_begin,))):
-            key = yield from source.text_before(body.key_end.strip())
-            source.held.append(key)
-            if not (yield from source.has_all(tuple(filter(None, (body.key_end, body.value_begin))))):
+            key, is_text = yield from self._read_tagged_key(body, name)
+            if is_text is None:
                 break
             if separator == "{":
                 source.held.clear()
                 self._emit(CallBegin(name))
-            self._emit(CallArguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: "))
+            self._emit(CallArguments(f"{separator}{write_json(key)}: "))
             separator = ", "
-            if not (yield from self._read_tagged_value(body, (name, key))):
+            if not (yield from self._read_tagged_value(body, is_text)):
                 return True
         if separator == "{":
             if not (yield from source.is_before(self._format.call[1][0].strip())):
@@ -116,7 +116,19 @@ class CallReader:
         self._emit(CallArguments("}"))
         return True
 
-    def _read_tagged_value(self, body: TaggedCall, parameter: tuple[str, str]) -> Wait[bool]:
+    def _read_tagged_key(self, body: TaggedCall, name: str) -> Wait[tuple[str, bool | None]]:
+        """Parse a key up to its value. Return the key, and whether the value is a text; None if the text is
+        malformed."""
+        source = self._source
+        ends = tuple(end.strip() for end in (body.key_end, body.text_key_end or body.key_end))
+        key = yield from source.text_before(commonprefix(ends))
+        source.held.append(key)
+        end = yield from source.has_any(ends)
+        if end is None or (body.value_begin and not (yield from source.has_all((body.value_begin,)))):
+            return key, None
+        return key, end == ends[1] if body.text_key_end else (name, key) in self._texts
+
+    def _read_tagged_value(self, body: TaggedCall, is_text: bool) -> Wait[bool]:
         """Parse a value and its end. Return False if the text ends before it."""
         end = body.value_end.strip()
         text = yield from self._source.text_before(end)
@@ -126,7 +138,7 @@ class CallReader:
         self._source.held.clear()
         if body.value_end.startswith("\n"):
             text = text.removeprefix("\n").removesuffix("\n")
-        self._emit(CallArguments(tagged_value.to_json(text, parameter in self._texts)))
+        self._emit(CallArguments(tagged_value.to_json(text, is_text)))
         return True
 
     def _read_object(self, body: JsonCall) -> Wait[bool]:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, TypeVar
 
-from tgis.router.chat.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from tgis.router.chat.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32
 from tgis.router.chat.formats.gemma import GEMMA4, GEMMA4_REASONING
 from tgis.router.chat.formats.granite import GRANITE, GRANITE_REASONING
 from tgis.router.chat.formats.harmony import HARMONY, HARMONY_REASONING
@@ -17,6 +17,7 @@ from tgis.router.errors import StartupError
 AUTO = "auto"
 NONE = "none"
 TOOL_FORMATS = (
+    DEEPSEEK_V32,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     MISTRAL_V11,

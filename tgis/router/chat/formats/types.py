@@ -60,6 +60,8 @@ class TaggedCall:
     key_end: str
     value_begin: str
     value_end: str
+    text_key_end: str = ""
+    """Text after the key of a value that is a text; empty if it is `key_end`."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def _texts(tool_format: ToolFormat) -> Iterator[str]:
     separator = tool_format.body.separator if isinstance(tool_format.body, NamedCall) else ""
     tags: tuple[str, ...] = ()
     if isinstance(body := tool_format.body, TaggedCall):
-        tags = (body.key_begin, body.key_end, body.value_begin, body.value_end)
+        tags = (body.key_begin, body.key_end, body.value_begin, body.value_end, body.text_key_end)
     for parts in (*tool_format.section, *tool_format.call, (separator, tool_format.optional_mark), tags):
         for part in parts:
             if text := part.strip():
@@ -68,7 +68,8 @@ def _rule(tool_format: ToolFormat, function: Function, head: str) -> CallRule:
             head += name
         case TaggedCall() as body:
             head += name + body.name_end
-            tags = Tags(body.key_begin, body.key_end, body.value_begin, body.value_end)
+            ends = (body.key_end, body.value_begin, body.value_end, body.text_key_end or body.key_end)
+            tags = Tags(body.key_begin, *ends)
         case ChannelCall():
             head = RECIPIENT + FUNCTIONS + name
     return CallRule(head, function.schema, tail, function.is_strict, function.field, tags)
