@@ -31,8 +31,10 @@ EXPECTED = {
     "gpt_oss": ("harmony", "harmony"),
     "granite_tools": ("granite", "granite"),
     "llama3_tools": ("llama3", None),
+    "llama_pythonic": ("pythonic", None),
     "mistral_reasoning": ("mistral_v11", "mistral"),
     "mistral_tools": ("mistral", None),
+    "olmo3": ("olmo3", None),
     "phi_functools": ("phi4_functools", None),
     "phi_tools": ("phi4", None),
     "qwen3": ("hermes", "think"),
@@ -46,7 +48,7 @@ PUBLISHED = {
     "qwen3_coder": "'<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>'",
 }
 ONE_CALL = {"gpt_oss", "llama3_tools"}
-NO_CONTENT = {"llama3_tools", "mistral_tools"}
+NO_CONTENT = {"llama3_tools", "llama_pythonic", "mistral_tools"}
 ENDS = (
     "</s>",
     "<|end|>\n",

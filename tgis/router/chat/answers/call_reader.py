@@ -4,12 +4,12 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from os.path import commonprefix
 
-from tgis.router.chat.answers import tagged_value
+from tgis.router.chat.answers import python_arguments, tagged_value
 from tgis.router.chat.answers.json_text import write_json
 from tgis.router.chat.answers.loose_value import to_json
 from tgis.router.chat.answers.pieces import CallArguments, CallBegin, Piece
 from tgis.router.chat.answers.text_source import TextSource, Wait
-from tgis.router.chat.formats.types import JsonCall, LooseCall, NamedCall, TaggedCall, ToolFormat
+from tgis.router.chat.formats.types import JsonCall, LooseCall, NamedCall, PythonCall, TaggedCall, ToolFormat
 
 # Further keys with text values that models write into a call.
 OTHER_KEYS = frozenset(("type", "id"))
@@ -51,6 +51,8 @@ class CallReader:
                 is_call = yield from self._read_object(body)
             case NamedCall() as body:
                 is_call = yield from self._read_named(body)
+            case PythonCall():
+                is_call = yield from self._read_python()
             case LooseCall() as body:
                 is_call = yield from self._read_loose(body)
             case TaggedCall() as body:
@@ -58,6 +60,11 @@ class CallReader:
         if is_call and (yield from self._source.has_all(self._format.call[1], may_be_cut=True)):
             self._source.held.clear()
         return is_call
+
+    def may_begin(self) -> Wait[bool]:
+        """Return True if the character that comes next can begin a call."""
+        first = yield from self._source.next_character()
+        return first.isalpha() or first == "_" if isinstance(self._format.body, PythonCall) else first == "{"
 
     def _read_named(self, body: NamedCall) -> Wait[bool]:
         source = self._source
@@ -88,6 +95,21 @@ class CallReader:
             return True
         text = yield from source.text_before(self._format.call[1][0])
         self._emit_call(name, to_json(text, body.quote))
+        return True
+
+    def _read_python(self) -> Wait[bool]:
+        source = self._source
+        yield from source.skip_space()
+        name = yield from source.has_any(tuple(self._names))
+        if name is None or not (yield from source.has_all(("(",))):
+            return False
+        parts: list[str] = []
+        yield from source.value(parts.append, python_arguments.ArgumentsScanner())
+        source.held += parts
+        arguments = python_arguments.to_json("".join(parts))
+        if arguments is None:
+            return False
+        self._emit_call(name, arguments)
         return True
 
     def _read_tagged(self, body: TaggedCall) -> Wait[bool]:
