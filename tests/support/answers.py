@@ -160,6 +160,7 @@ KINDS = {
 
 
 _QWEN_END = r"</function>\s*</tool_call>\s*"
+_DSML_END = r"</｜DSML｜parameter>\s*)*)</｜DSML｜invoke>"
 TAGGED_KINDS = {
     "glm45": (
         r"<tool_call>\s*(f_long|f|look\.up|é-ü)\s*((?:<arg_key>.*?</arg_value>\s*)*)</tool_call>\s*",
@@ -171,8 +172,7 @@ TAGGED_KINDS = {
         r"<parameter=(.*?)>\n(.*?)\n</parameter>",
     ),
     "deepseek_v32": (
-        r'<｜DSML｜invoke name="(f_long|f|look\.up|é-ü)">\s*'
-        r"((?:<｜DSML｜parameter .*?</｜DSML｜parameter>\s*)*)</｜DSML｜invoke>",
+        r'<｜DSML｜invoke name="(f_long|f|look\.up|é-ü)">\s*((?:<｜DSML｜parameter .*?' + _DSML_END,
         r'<｜DSML｜parameter name="(.*?)" string="((?:true|false)">.*?)</｜DSML｜parameter>',
     ),
 }

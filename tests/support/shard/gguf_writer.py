@@ -101,6 +101,7 @@ def rename(architecture: str, config: dict[str, Any], name: str) -> str:
     count = first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], count)
     name = name.removeprefix("transformer.") if architecture == "bloom" else name
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     result = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert result is not None, name
     return result
@@ -215,6 +216,13 @@ def add_numbers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         "relative_attention_num_buckets": writer.add_relative_attn_buckets_count,
         "decoder_start_token_id": writer.add_decoder_start_token_id,
         "num_decoder_layers": writer.add_decoder_block_count,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "n_routed_experts": writer.add_expert_count,
+        "n_shared_experts": writer.add_expert_shared_count,
+        "n_group": writer.add_expert_group_count,
+        "topk_group": writer.add_expert_group_used_count,
+        "first_k_dense_replace": writer.add_leading_dense_block_count,
+        "routed_scaling_factor": writer.add_expert_weights_scale,
     }
     for key, add in adders.items():
         if config.get(key) is not None:
@@ -225,6 +233,9 @@ def add_own(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     kind = config["model_type"]
     if kind in ("gemma2", "gemma3_text", "phi3", "starcoder2", "olmo3"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
+    if kind == "glm4_moe":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if kind == "t5":
         writer.add_key_length(config["d_kv"])
         writer.add_value_length(config["d_kv"])

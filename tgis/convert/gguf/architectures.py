@@ -19,6 +19,7 @@ GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 GEMMA3_PERIOD, GEMMA3_LOCAL_THETA = 6, 10000.0
 # Properties of models that their metadata do not have.
 SMOLLM3_INTERVAL, OLMO3_PERIOD = 4, 4
+SIGMOID = 2  # llama.cpp's number of this function of a router
 DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 
@@ -96,7 +97,7 @@ def _sizes(files: GgufFiles) -> Config:
     metadata = files.metadata
     num_heads = metadata.integer(".attention.head_count")
     return {
-        "num_hidden_layers": metadata.integer(".block_count"),
+        "num_hidden_layers": tensor_names.count_layers(files),
         "hidden_size": metadata.integer(".embedding_length"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.integer(".attention.head_count_kv", num_heads),
@@ -153,6 +154,32 @@ def _read_qwen3_moe(files: GgufFiles) -> Config:
         "num_experts": experts["num_local_experts"],
         "moe_intermediate_size": size,
         "norm_topk_prob": True,
+    }
+
+
+def _read_qwen2_moe(files: GgufFiles) -> Config:
+    return {
+        **_read_qwen3_moe(files),
+        "norm_topk_prob": False,
+        "qkv_bias": "blk.0.attn_q.bias" in files,
+        "shared_expert_intermediate_size": files.metadata.integer(".expert_shared_feed_forward_length"),
+    }
+
+
+def _read_glm4_moe(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_qwen3_moe(files)
+    if metadata.integer(".expert_gating_func", SIGMOID) != SIGMOID:
+        raise metadata.refuse(".expert_gating_func", f"is not {SIGMOID}, a sigmoid")
+    return {
+        **config,
+        "n_routed_experts": config["num_experts"],
+        "n_shared_experts": metadata.integer(".expert_shared_count", 0),
+        "norm_topk_prob": metadata.flag(".expert_weights_norm", True),
+        "routed_scaling_factor": metadata.number(".expert_weights_scale", 1.0),
+        "n_group": metadata.integer(".expert_group_count", 1),
+        "topk_group": metadata.integer(".expert_group_used_count", 1),
+        "first_k_dense_replace": metadata.integer(".leading_dense_block_count", 0),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in files,
     }
 
 
@@ -368,6 +395,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", tensor_names.QWEN2, _read_llama),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", tensor_names.QWEN3, _read_llama),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", tensor_names.QWEN3_MOE, _read_qwen3_moe),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", tensor_names.QWEN2_MOE, _read_qwen2_moe),
+    "glm4moe": Architecture("glm4_moe", "Glm4MoeForCausalLM", tensor_names.GLM4_MOE, _read_glm4_moe),
     "gemma": Architecture("gemma", "GemmaForCausalLM", tensor_names.GEMMA, _read_gemma),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", tensor_names.GEMMA2, _read_gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", tensor_names.GEMMA3, _read_gemma3),

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tgis.convert.atomic_write import ConversionError
 from tgis.convert.gguf.files import GgufFiles
@@ -41,6 +41,8 @@ class TensorNames:
     norms_added: float = 0.0
     """Number added to the weights of norms in the file."""
     transposed: tuple[str, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of a checkpoint whose last part differs, by tensors of the file."""
 
 
 def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
@@ -51,7 +53,10 @@ def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
     order = {key: number for number, key in enumerate(names.modules)}
     for name in sorted(files.tensors, key=lambda name: order.get(_split(name)[0], 0)):
         key, layer, expert, end = _split(name)
-        if name in IN_CONFIGURATION:
+        if name in IN_CONFIGURATION or _is_draft(files, layer):
+            continue
+        if full := names.parameters.get(f"{key}.{end}"):
+            sources[full.format(i=layer)] = _make_source(files, names, key, name)
             continue
         if key not in names.modules:
             sources[name] = GgufSource((name,))
@@ -73,9 +78,7 @@ def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
 
     Without this tensor, the model would differ from the trained one."""
     unknown = [
-        name
-        for name in files.tensors
-        if name not in IN_CONFIGURATION and _split(name)[0] not in names.modules
+        name for name in files.tensors if name not in IN_CONFIGURATION and _is_unknown(files, names, name)
     ]
     if unknown:
         path, architecture = files.tensors[unknown[0]].path, files.metadata.architecture
@@ -83,6 +86,22 @@ def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
             f"{path}: the architecture {architecture} has no place for "
             f"{len(unknown)} of the tensors, the first of which is {unknown[0]}"
         )
+
+
+def _is_unknown(files: GgufFiles, names: TensorNames, name: str) -> bool:
+    key, layer, _, end = _split(name)
+    return key not in names.modules and f"{key}.{end}" not in names.parameters and not _is_draft(files, layer)
+
+
+def _is_draft(files: GgufFiles, layer: str) -> bool:
+    """Return True for a layer after the model's own ones, which only predicts further tokens."""
+    return bool(layer) and int(layer) >= count_layers(files)
+
+
+def count_layers(files: GgufFiles) -> int:
+    """Return the number of layers without those that predict further tokens."""
+    metadata = files.metadata
+    return metadata.integer(".block_count") - metadata.integer(".nextn_predict_layers", 0)
 
 
 def _split(name: str) -> tuple[str, str, str, str]:
@@ -118,6 +137,10 @@ def _layers(target: str, **modules: str) -> Iterator[tuple[str, str]]:
         yield LAYER + theirs, target + ours
 
 
+def _shared_experts(target: str) -> dict[str, str]:
+    return {f"ffn_{x}_shexp": f"{target}{x}_proj" for x in ("gate", "up", "down")}
+
+
 _L, _H = "model.layers.{i}.", "transformer.h.{i}."
 _ATTENTION = {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {"attn_output": "self_attn.o_proj"}
 _HEAD_NORMS = {f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
@@ -145,7 +168,7 @@ MIXTRAL = TensorNames(_plain | dict(_layers(_L, **_mixtral_layers)), _PAIRS)
 QWEN2 = TensorNames(_plain)
 QWEN3 = TensorNames(_plain | dict(_layers(_L, **_HEAD_NORMS)))
 QWEN3_MOE = TensorNames(
-    dict(QWEN3.modules)
+    {**QWEN3.modules}
     | dict(
         _layers(
             _L,
@@ -153,6 +176,21 @@ QWEN3_MOE = TensorNames(
             **{f"ffn_{x}_exps": f"mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")},
         )
     )
+)
+QWEN2_MOE = TensorNames(
+    {**QWEN3_MOE.modules}
+    | dict(_layers(_L, ffn_gate_inp_shexp="mlp.shared_expert_gate", **_shared_experts("mlp.shared_expert.")))
+)
+GLM4_MOE = TensorNames(
+    {**QWEN3_MOE.modules}
+    | dict(
+        _layers(
+            _L,
+            post_attention_norm="post_attention_layernorm",
+            **_shared_experts("mlp.shared_experts."),
+        )
+    ),
+    parameters={LAYER + "exp_probs_b.bias": _L + "mlp.gate.e_score_correction_bias"},
 )
 GEMMA = TensorNames(_plain, norms_added=1.0)
 GEMMA2 = TensorNames(_gemma2, norms_added=1.0)

@@ -8,8 +8,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from tgis.router.grammar.argument_notation import NotationWriter
 from tgis.router.grammar.answer_rules import AnswerRules, CallRule, CallRules, Mark, ReasoningRule, Tags
+from tgis.router.grammar.argument_notation import NotationWriter
 from tgis.router.grammar.conversion import HEADER
 from tgis.router.grammar.json_schema.reading import read_schema
 from tgis.router.grammar.message_grammar import write_message_grammar

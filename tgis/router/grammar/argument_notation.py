@@ -20,8 +20,8 @@ class _Member(NamedTuple):
 
 
 class NotationWriter:
-    """Writer of the arguments of one function. Values whose schema this notation does not cover are JSON, which
-    parsers of the notation also read."""
+    """Writer of the arguments of one function. Values whose schema this notation does not cover are JSON,
+    which parsers of the notation also read."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class NotationWriter:
         text_grammar: str | None,
         quote_literal: Callable[[str], str] | None,
     ) -> None:
-        """Create a writer. `prefix` begins the names of its rules. `text_grammar` is that of any text with its
-        quotes, and `quote_literal` returns that of one text; None if texts are JSON."""
+        """Create a writer. `prefix` begins the names of its rules. `text_grammar` is that of any text with
+        its quotes, and `quote_literal` returns that of one text; None if texts are JSON."""
         self._notation = notation
         self._prefix = prefix
         self._is_strict = is_strict

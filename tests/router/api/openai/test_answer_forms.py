@@ -47,9 +47,9 @@ TEXTS = {
     "<tool_call>now\n</tool_call>",
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n</function>\n"
     "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
-    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" '
-    'string="true">Bonn</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
-    "</｜DSML｜function_calls>",
+    "deepseek_v32": "<｜DSML｜function_calls>\n"
+    '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Bonn</｜DSML｜parameter>\n'
+    '</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     "phi4_functools": f"functools[{WEATHER}, {NOW}]",
     "deepseek_v3": f"{D['calls begin']}{D['call begin']}function{D['sep']}weather\n```json\n"
     f'{{"city": "Bonn"}}\n```{D["call end"]}\n{D["call begin"]}function{D["sep"]}now\n```json\n{{}}\n```'

@@ -42,9 +42,11 @@ def check_texts(kind: str, seed: int, count: int) -> None:
 
 
 def test_every_format_has_a_second_reader() -> None:
-    # test_messages checks messages in channels by cases written by hand.
+    # test_messages has the reader of messages in channels.
     # test_python_calls has the reader of calls that are written like Python.
-    formats = {one.name for one in TOOL_FORMATS if not one.is_channel and not isinstance(one.body, PythonCall)}
+    formats = {
+        one.name for one in TOOL_FORMATS if not one.is_channel and not isinstance(one.body, PythonCall)
+    }
     assert formats == KINDS.keys() | TAGGED_KINDS.keys()
 
 

@@ -44,9 +44,35 @@ def test_many_calls_are_those_of_pythons_parser(kind: str) -> None:
     check(kind, 2, 3000)
 
 
-NO_CALLS = ["[1, 2]", "[f", "[f(", "[f(1)]", "[f(a=b)]", "[f(a=1+1)]", "[f(a=1 b=2)]", "[f(a=1, a=2)]", "a [f()]"]
-NO_CALLS += ["[nope()]", "[f_lon()]", "f()", "[f(a=__import__('os'))]", "[f(a=01)]", "[f(a='x' 'y')]", "[f(*x)]"]
-NO_CALLS += ["[f(a=(1, 2))]", "[f(a={1: 2})]", "[f(a='x)]", f"[f(a={'[' * 99}{']' * 99})]", "[", "", "[f(a='\\"]
+NO_CALLS = [
+    "[1, 2]",
+    "[f",
+    "[f(",
+    "[f(1)]",
+    "[f(a=b)]",
+    "[f(a=1+1)]",
+    "[f(a=1 b=2)]",
+    "[f(a=1, a=2)]",
+    "a [f()]",
+]
+NO_CALLS += [
+    "[nope()]",
+    "[f_lon()]",
+    "f()",
+    "[f(a=__import__('os'))]",
+    "[f(a=01)]",
+    "[f(a='x' 'y')]",
+    "[f(*x)]",
+]
+NO_CALLS += [
+    "[f(a=(1, 2))]",
+    "[f(a={1: 2})]",
+    "[f(a='x)]",
+    f"[f(a={'[' * 99}{']' * 99})]",
+    "[",
+    "",
+    "[f(a='\\",
+]
 
 
 @pytest.mark.parametrize("text", NO_CALLS)

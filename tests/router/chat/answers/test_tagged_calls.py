@@ -53,8 +53,9 @@ def write(kind: str, r: random.Random) -> str:
         pairs = (f"<arg_key>{k}</arg_key>{space}<arg_value>{v}</arg_value>" for k, v in values.items())
         return f"<tool_call>{space}{name}\n{space.join(pairs)}{space}</tool_call>"
     if kind == "deepseek_v32":
+        end = f"</｜DSML｜parameter>{space}"
         pairs = (
-            f'<｜DSML｜parameter name="{k}" string="{r.choice(["true", "false"])}">{v}</｜DSML｜parameter>{space}'
+            f'<｜DSML｜parameter name="{k}" string="{r.choice(["true", "false"])}">{v}{end}'
             for k, v in values.items()
         )
         return f'<｜DSML｜invoke name="{name}">{space}{"".join(pairs)}</｜DSML｜invoke>{space}'

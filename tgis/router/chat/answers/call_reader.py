@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from os.path import commonprefix
 
 from tgis.router.chat.answers import python_arguments, tagged_value
 from tgis.router.chat.answers.json_text import write_json
@@ -143,7 +142,7 @@ class CallReader:
         malformed."""
         source = self._source
         ends = tuple(end.strip() for end in (body.key_end, body.text_key_end or body.key_end))
-        key = yield from source.text_before(commonprefix(ends))
+        key = yield from source.text_before(ends[0][:1] if body.text_key_end else ends[0])
         source.held.append(key)
         end = yield from source.has_any(ends)
         if end is None or (body.value_begin and not (yield from source.has_all((body.value_begin,)))):

@@ -119,6 +119,7 @@ class MessageReader:
             if (mark := (yield from source.has_any(harmony.MARKS))) is not None:
                 return mark
             if not source.has_next(_MARK_BEGIN) and source.is_ended:
+                source.held.append(source.take_all())
                 self._emit_held()
                 return None
 
@@ -137,6 +138,7 @@ class MessageReader:
             if source.has_next(_MARK_BEGIN):
                 self._emit_held()
             elif source.is_ended:
+                self._emit(source.take_all())
                 return False
 
     def _find_part(self, header: str) -> MessagePart:

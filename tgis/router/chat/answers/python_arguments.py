@@ -1,5 +1,7 @@
-"""Finds the end of a call that is written like Python, and converts its arguments to JSON. Values are literals:
-texts, numbers, lists, dictionaries with texts as keys, and the constants of Python and JSON."""
+"""Finds the end of a call that is written like Python, and converts its arguments to JSON.
+
+Values are literals: texts, numbers, lists, dictionaries with texts as keys, and the constants of Python and
+JSON."""
 
 import re
 from typing import Any

@@ -1,5 +1,5 @@
-"""Tool calls of DeepSeek models. Version 3 writes the arguments in a fenced code block, version 3.1 as JSON, and
-version 3.2 between tags that say which values are texts:
+"""Tool calls of DeepSeek models. Version 3 writes the arguments in a fenced code block, version 3.1 as JSON,
+and version 3.2 between tags that show which values are texts:
 
 <｜DSML｜function_calls>
 <｜DSML｜invoke name="look_up">

@@ -91,8 +91,8 @@ class ToolFormat:
     has_short_ids: bool = False
     """True if the template requires call ids of 9 letters and digits."""
     optional_mark: str = ""
-    """Optional mark before the calls, for formats whose calls are the whole answer: those without parts before
-    their calls, and those with `is_whole_answer`."""
+    """Optional mark before the calls, for formats whose calls are the whole answer: those without parts
+    before their calls, and those with `is_whole_answer`."""
     is_whole_answer: bool = False
     """True if text before the parts makes the answer a text."""
     other_names: tuple[str, ...] = ()
