@@ -103,7 +103,7 @@ class MessageReader:
             if mark is None:
                 return header
             text = self._emit_held()
-            header = text if text.endswith((harmony.START, *_ENDS)) else header + text
+            header = mark if mark in (harmony.START, *_ENDS) else header + text
         return header
 
     def _emit_held(self) -> str:
