@@ -12,7 +12,7 @@ _MARK = r"<\|(?:start|channel|constrain|message|end|call|return)\|>"
 _MESSAGE = re.compile(rf"(.*?)<\|message\|>(.*?)(?={_MARK}|\Z)", re.DOTALL)
 _BEGIN = re.compile(r"<\|(?:start|end|call|return)\|>")
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*([a-z]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _WORDS = [
     "Yes.",
     " ",

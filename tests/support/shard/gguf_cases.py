@@ -51,6 +51,11 @@ CASES: dict[str, Case] = {
     "phi3_short_and_long": ("phi3", ALL["phi3_short_and_long"]),
     "granite": ("granite", ALL["granite"]),
     "granitemoe": ("granitemoe", ALL["granitemoe"]),
+    "granitehybrid": ("granitehybrid", ALL["granitemoehybrid"]),
+    "granitehybrid_experts_rope_biases": (
+        "granitehybrid",
+        ALL["granitemoehybrid_experts_rope_biases"],
+    ),
     "olmo2": ("olmo2", ALL["olmo2"]),
     "olmo3": ("olmo2", ALL["olmo3"]),
     "smollm3": ("smollm3", ALL["smollm3"]),

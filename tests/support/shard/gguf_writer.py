@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 Array = NDArray[Any]
 ARCHITECTURES = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid")
 TYPES = (Type.Q8_0, Type.Q4_0, Type.Q5_1)
 # Offsets of the float16 factors in blocks of the types to which the package cannot round.
 FACTORS = {
@@ -87,7 +87,7 @@ def make_blocks(weights: Array, kind: Type) -> Array:
 
 def choose_type(weights: Array, name: str, plain: Type | None) -> Type:
     """Return a type, the same one for all experts of a layer."""
-    if weights.ndim == 1:
+    if weights.ndim == 1 or "conv1d" in name:
         return Type.F32
     if plain is not None:
         return plain
@@ -118,6 +118,8 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
         return {name: split_groups(config, rows)}
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return {name: rows + np.float32(1)}
+    if ".mamba." in name or "shared_mlp" in name:
+        return rearrange_hybrid(config, name, rows)
     if "block_sparse_moe.input_linear" in name:
         layer, half = name.split(".")[2], rows.shape[1] // 2
         return {
@@ -125,6 +127,26 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
             f"blk.{layer}.ffn_up_exps.weight": rows[:, half:],
         }
     return {name: rows}
+
+
+def rearrange_hybrid(config: dict[str, Any], name: str, rows: Array) -> dict[str, Array]:
+    """Return the parts of Granite 4 that are not attention or experts, like llama.cpp's script."""
+    has_experts = bool(config.get("num_local_experts"))
+    layer, end = name.split(".")[2], "_shexp" if has_experts else ""
+    if "shared_mlp.input_linear" in name:
+        gate, up = np.split(rows, 2)
+        return {f"blk.{layer}.ffn_gate{end}.weight": gate, f"blk.{layer}.ffn_up{end}.weight": up}
+    if "shared_mlp.output_linear" in name:
+        return {f"blk.{layer}.ffn_down{end}.weight": rows}
+    if name.endswith("A_log"):
+        return {name: -np.exp(rows)[:, None]}
+    if name.endswith(".D"):
+        return {name: rows[:, None]}
+    if name.endswith("dt_bias"):
+        return {name.replace("dt_bias", "dt_proj.bias"): rows}
+    if name.endswith("norm.weight"):
+        return {name: rows.reshape(config["mamba_n_groups"], -1)}
+    return {name: rows.squeeze(1) if name.endswith("conv1d.weight") else rows}
 
 
 def split_groups(config: dict[str, Any], rows: Array) -> Array:
@@ -186,7 +208,13 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(inner or config.get("ffn_hidden_size") or 4 * width)
     writer.add_head_count(heads)
     groups = falcon_groups(config) if config["model_type"] == "falcon" else config.get("num_key_value_heads")
-    writer.add_head_count_kv(groups or heads)
+    if "mamba_n_heads" in config:
+        kinds = config["layer_types"]
+        writer.add_head_count_kv(
+            [groups if "attention" in kind and "linear" not in kind else 0 for kind in kinds]
+        )
+    else:
+        writer.add_head_count_kv(groups or heads)
     writer.add_vocab_size(config["vocab_size"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
@@ -233,6 +261,13 @@ def add_own(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     kind = config["model_type"]
     if kind in ("gemma2", "gemma3_text", "phi3", "starcoder2", "olmo3"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
+    if kind == "granitemoehybrid":
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
     if kind == "glm4_moe":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)

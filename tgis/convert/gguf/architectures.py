@@ -96,14 +96,24 @@ def _stored_dtype(files: GgufFiles) -> str:
 def _sizes(files: GgufFiles) -> Config:
     metadata = files.metadata
     num_heads = metadata.integer(".attention.head_count")
+    num_groups = num_heads
+    if ".ssm.state_size" in metadata:
+        num_groups = max(_layer_groups(files), default=0)
+    elif ".attention.head_count_kv" in metadata:
+        num_groups = metadata.integer(".attention.head_count_kv")
     return {
         "num_hidden_layers": tensor_names.count_layers(files),
         "hidden_size": metadata.integer(".embedding_length"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.integer(".attention.head_count_kv", num_heads),
+        "num_key_value_heads": num_groups,
         "intermediate_size": metadata.integer(".feed_forward_length", 0) or None,
         "max_position_embeddings": metadata.integer(".context_length"),
     }
+
+
+def _layer_groups(files: GgufFiles) -> list[int]:
+    """Return the numbers of key heads by layer, which are 0 for layers without attention."""
+    return files.metadata.layer_integers(".attention.head_count_kv", tensor_names.count_layers(files))
 
 
 def _read_llama(files: GgufFiles) -> Config:
@@ -275,6 +285,31 @@ def _read_granite_moe(files: GgufFiles) -> Config:
     return _read_granite(files) | _read_experts(files)
 
 
+def _read_granite_hybrid(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_granite(files)
+    num_experts = metadata.integer(".expert_count", 0)
+    width = metadata.integer(".embedding_length")
+    expand, rest = divmod(metadata.integer(".ssm.inner_size"), width)
+    if rest:
+        raise metadata.refuse(".ssm.inner_size", f"is no multiple of {width}")
+    shared = files.tensors.get(f"blk.0.ffn_up{'_shexp' if num_experts else ''}.weight")
+    return {
+        **config,
+        **(_read_experts(files) if num_experts else {"num_local_experts": 0}),
+        "shared_intermediate_size": shared.place.shape[0] if shared is not None else 0,
+        "layer_types": ["full_attention" if count else "linear_attention" for count in _layer_groups(files)],
+        "position_embedding_type": "rope" if metadata.flag(".rope.scaling.finetuned", False) else "nope",
+        "mamba_n_heads": metadata.integer(".ssm.time_step_rank"),
+        "mamba_n_groups": metadata.integer(".ssm.group_count"),
+        "mamba_d_state": metadata.integer(".ssm.state_size"),
+        "mamba_d_conv": metadata.integer(".ssm.conv_kernel"),
+        "mamba_expand": expand,
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in files.tensors),
+        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in files.tensors),
+        "attention_bias": any(name.endswith("attn_q.bias") for name in files.tensors),
+    }
+
+
 def _read_starcoder2(files: GgufFiles) -> Config:
     config = _read_llama(files)
     window = files.metadata.integer(".attention.sliding_window", 0)
@@ -404,6 +439,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granite": Architecture("granite", "GraniteForCausalLM", tensor_names.LLAMA, _read_granite),
     "granitemoe": Architecture(
         "granitemoe", "GraniteMoeForCausalLM", tensor_names.GRANITE_MOE, _read_granite_moe
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        tensor_names.GRANITE_HYBRID,
+        _read_granite_hybrid,
     ),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", tensor_names.OLMO2, _read_llama),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", tensor_names.LLAMA, _read_smollm3),

@@ -36,6 +36,15 @@ class Metadata:
             raise self.refuse(key, f"is {show(value)}, not a number")
         return value
 
+    def layer_integers(self, key: str, count: int) -> list[int]:
+        """Return a non-negative integer for each of `count` layers, which may have one in common. Raises
+        ConversionError."""
+        value = self._find(key, None)
+        numbers = [*value] if isinstance(value, array) else [value] * count
+        if len(numbers) != count or any(type(each) is not int or each < 0 for each in numbers):
+            raise self.refuse(key, f"is {show(value)}, not one number for each of {count} layers")
+        return [int(each) for each in numbers]
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number. Raises ConversionError."""
         value = self._find(key, default)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from tgis.convert.atomic_write import ConversionError
 from tgis.convert.gguf.files import GgufFiles
@@ -13,6 +14,18 @@ LAYER = "blk.{i}."
 ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT = "rope_freqs", "rope_factors_long", "rope_factors_short"
 IN_CONFIGURATION = tuple(f"{name}.weight" for name in (ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT))
 _EXPERTS = re.compile(r"_exps$")
+_LAYER_NUMBER = re.compile(r"^blk\.\d+\.")
+
+
+class Form(Enum):
+    """Form of a small tensor that differs from the one in the checkpoint."""
+
+    VECTOR_IN_ROWS = "rows"
+    """Vector that is stored as a matrix."""
+    DECAY = "decay"
+    """Negative exponentials of a vector, in rows."""
+    KERNEL = "kernel"
+    """Kernel of a convolution by channels, without the axis of size 1."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,7 @@ class GgufSource:
     added: float = 0.0
     """Number added to all elements in the file."""
     is_transposed: bool = False
+    form: Form | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,8 @@ class TensorNames:
     transposed: tuple[str, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Tensors of a checkpoint whose last part differs, by tensors of the file."""
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    """Forms of tensors of the file."""
 
 
 def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
@@ -55,7 +71,7 @@ def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
         key, layer, expert, end = _split(name)
         if name in IN_CONFIGURATION or _is_draft(files, layer):
             continue
-        if full := names.parameters.get(f"{key}.{end}"):
+        if full := names.parameters.get(_without_number(name)):
             sources[full.format(i=layer)] = _make_source(files, names, key, name)
             continue
         if key not in names.modules:
@@ -89,8 +105,9 @@ def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
 
 
 def _is_unknown(files: GgufFiles, names: TensorNames, name: str) -> bool:
-    key, layer, _, end = _split(name)
-    return key not in names.modules and f"{key}.{end}" not in names.parameters and not _is_draft(files, layer)
+    key, layer, *_ = _split(name)
+    is_known = key in names.modules or _without_number(name) in names.parameters
+    return not is_known and not _is_draft(files, layer)
 
 
 def _is_draft(files: GgufFiles, layer: str) -> bool:
@@ -102,6 +119,11 @@ def count_layers(files: GgufFiles) -> int:
     """Return the number of layers without those that predict further tokens."""
     metadata = files.metadata
     return metadata.integer(".block_count") - metadata.integer(".nextn_predict_layers", 0)
+
+
+def _without_number(name: str) -> str:
+    """Return a tensor's name with {i} in place of the layer."""
+    return _LAYER_NUMBER.sub(LAYER, name)
 
 
 def _split(name: str) -> tuple[str, str, str, str]:
@@ -116,7 +138,11 @@ def _split(name: str) -> tuple[str, str, str, str]:
 
 def _make_source(files: GgufFiles, names: TensorNames, key: str, name: str) -> GgufSource:
     num_heads = files.metadata.integer(".attention.head_count")
-    num_groups = files.metadata.integer(".attention.head_count_kv", num_heads)
+    num_groups = num_heads
+    if ".attention.head_count_kv" in files.metadata:
+        count = files.metadata.integer(".block_count")
+        # Layers without attention have no heads.
+        num_groups = max(files.metadata.layer_integers(".attention.head_count_kv", count), default=0)
     return make_source(names, key, name, num_heads, num_groups)
 
 
@@ -129,7 +155,8 @@ def make_source(names: TensorNames, key: str, name: str, num_heads: int, num_gro
     elif key == names.groups:
         order = SplitGroups(num_heads, num_groups)
     added = names.norms_added if name.endswith("norm.weight") else 0.0
-    return GgufSource((name,), None, order, added, key in names.transposed)
+    form = names.forms.get(_without_number(name))
+    return GgufSource((name,), None, order, added, key in names.transposed, form)
 
 
 def _layers(target: str, **modules: str) -> Iterator[tuple[str, str]]:
@@ -208,6 +235,36 @@ GRANITE_MOE = TensorNames(
         )
     ),
     _PAIRS,
+)
+_shared_mlp = {
+    "gate": "shared_mlp.input_linear",
+    "up": "shared_mlp.input_linear",
+    "down": "shared_mlp.output_linear",
+}
+GRANITE_HYBRID = TensorNames(
+    {**GRANITE_MOE.modules}
+    | dict(
+        _layers(
+            _L,
+            ssm_in="mamba.in_proj",
+            ssm_conv1d="mamba.conv1d",
+            ssm_norm="mamba.norm",
+            ssm_out="mamba.out_proj",
+            **{f"ffn_{x}{end}": module for x, module in _shared_mlp.items() for end in ("", "_shexp")},
+        )
+    ),
+    _PAIRS,
+    parameters={
+        LAYER + "ssm_a": _L + "mamba.A_log",
+        LAYER + "ssm_d": _L + "mamba.D",
+        LAYER + "ssm_dt.bias": _L + "mamba.dt_bias",
+    },
+    forms={
+        LAYER + "ssm_a": Form.DECAY,
+        LAYER + "ssm_d": Form.VECTOR_IN_ROWS,
+        LAYER + "ssm_norm.weight": Form.VECTOR_IN_ROWS,
+        LAYER + "ssm_conv1d.weight": Form.KERNEL,
+    },
 )
 OLMO2 = TensorNames(_TABLES | dict(_layers(_L, **_ATTENTION, **_HEAD_NORMS, **_POST_NORMS, **_MLP)))
 STARCODER2 = TensorNames(_plain | dict(_layers(_L, ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")))
