@@ -44,6 +44,7 @@ CASES: dict[str, Case] = {
     "qwen2_moe": ("qwen2moe", ALL["qwen2_moe"]),
     "glm4_moe": ("glm4moe", ALL["glm4_moe"]),
     "glm4_moe_biases_one_group": ("glm4moe", ALL["glm4_moe_biases_one_group"]),
+    "gpt_oss": ("gpt-oss", ALL["gpt_oss"]),
     "gemma": ("gemma", ALL["gemma"]),
     "gemma2": ("gemma2", lambda: hf.Gemma2Config(**gemma2(query_pre_attn_scalar=8))),
     "gemma3": ("gemma3", lambda: hf.Gemma3TextConfig(**gemma3(**GEMMA3))),

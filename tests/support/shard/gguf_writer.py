@@ -48,11 +48,12 @@ def write_gguf(
     stored: dict[str, tuple[Array, Type]] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         is_transposed = architecture == "gpt2" and name.endswith(".weight") and ".c_" in name
-        weights = (tensor.T if is_transposed else tensor).float().numpy()
+        is_transposed |= architecture == "gpt-oss" and name.endswith("_proj")
+        weights = (tensor.mT if is_transposed else tensor).float().numpy()
         kind = kinds.get(name) or choose_type(weights, name, plain)
         codes = make_blocks(np.ascontiguousarray(weights), kind)
         back = torch.from_numpy(gguf.dequantize(codes, kind)).reshape(weights.shape)
-        rounded[name] = (back.T if is_transposed else back).contiguous()
+        rounded[name] = (back.mT if is_transposed else back).contiguous()
         stored |= {each: (part, kind) for each, part in rearrange(architecture, config, name, codes).items()}
     if config.get("scale_decoder_outputs") is False:  # a later T5, whose published checkpoints have a head
         stored["lm_head.weight"] = stored["shared.weight"]
@@ -87,10 +88,12 @@ def make_blocks(weights: Array, kind: Type) -> Array:
 
 def choose_type(weights: Array, name: str, plain: Type | None) -> Type:
     """Return a type, the same one for all experts of a layer."""
-    if weights.ndim == 1 or "conv1d" in name:
+    if weights.ndim == 1 or "conv1d" in name or name.endswith("_proj_bias"):
         return Type.F32
     if plain is not None:
         return plain
+    if name.endswith("experts.gate_up_proj") and weights.shape[-1] % 32 == 0:
+        return Type.MXFP4  # as published files of gpt-oss
     name = name.partition(".experts.")[0]
     return TYPES[sum(name.encode()) % len(TYPES)] if weights.shape[-1] % 32 == 0 else Type.F16
 
@@ -118,6 +121,8 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
         return {name: split_groups(config, rows)}
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return {name: rows + np.float32(1)}
+    if architecture == "gpt-oss" and (".experts." in name or name.endswith("sinks")):
+        return rearrange_oss(name, rows)
     if ".mamba." in name or "shared_mlp" in name:
         return rearrange_hybrid(config, name, rows)
     if "block_sparse_moe.input_linear" in name:
@@ -127,6 +132,16 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
             f"blk.{layer}.ffn_up_exps.weight": rows[:, half:],
         }
     return {name: rows}
+
+
+def rearrange_oss(name: str, rows: Array) -> dict[str, Array]:
+    """Return the parts of gpt-oss that one tensor holds for all experts, like llama.cpp's script."""
+    layer, end = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
+    if name.endswith("sinks"):
+        return {f"{name}.weight": rows}
+    if "down_proj" in name:
+        return {f"blk.{layer}.ffn_down_exps.{end}": rows}
+    return {f"blk.{layer}.ffn_{x}_exps.{end}": rows[:, i::2] for i, x in enumerate(("gate", "up"))}
 
 
 def rearrange_hybrid(config: dict[str, Any], name: str, rows: Array) -> dict[str, Array]:
@@ -259,7 +274,7 @@ def add_numbers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 def add_own(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     kind = config["model_type"]
-    if kind in ("gemma2", "gemma3_text", "phi3", "starcoder2", "olmo3"):
+    if kind in ("gemma2", "gemma3_text", "phi3", "starcoder2", "olmo3", "gpt_oss"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     if kind == "granitemoehybrid":
         writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")

@@ -18,7 +18,7 @@ Config = dict[str, Any]
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 GEMMA3_PERIOD, GEMMA3_LOCAL_THETA = 6, 10000.0
 # Properties of models that their metadata do not have.
-SMOLLM3_INTERVAL, OLMO3_PERIOD = 4, 4
+SMOLLM3_INTERVAL, OLMO3_PERIOD, OSS_PERIOD = 4, 4, 2
 SIGMOID = 2  # llama.cpp's number of this function of a router
 DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
@@ -190,6 +190,19 @@ def _read_glm4_moe(files: GgufFiles) -> Config:
         "topk_group": metadata.integer(".expert_group_used_count", 1),
         "first_k_dense_replace": metadata.integer(".leading_dense_block_count", 0),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in files,
+    }
+
+
+def _read_gpt_oss(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_llama(files)
+    size = metadata.integer(".expert_feed_forward_length", config["intermediate_size"] or 0)
+    return {
+        **config,
+        **_read_experts(files),
+        "intermediate_size": size,
+        "sliding_window": metadata.integer(".attention.sliding_window"),
+        "layer_types": _periodic_windows(OSS_PERIOD, config["num_hidden_layers"]),
+        "rope_parameters": {**config["rope_parameters"], "truncate": False},
     }
 
 
@@ -432,6 +445,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", tensor_names.QWEN3_MOE, _read_qwen3_moe),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", tensor_names.QWEN2_MOE, _read_qwen2_moe),
     "glm4moe": Architecture("glm4_moe", "Glm4MoeForCausalLM", tensor_names.GLM4_MOE, _read_glm4_moe),
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", tensor_names.GPT_OSS, _read_gpt_oss),
     "gemma": Architecture("gemma", "GemmaForCausalLM", tensor_names.GEMMA, _read_gemma),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", tensor_names.GEMMA2, _read_gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", tensor_names.GEMMA3, _read_gemma3),

@@ -26,6 +26,10 @@ class Form(Enum):
     """Negative exponentials of a vector, in rows."""
     KERNEL = "kernel"
     """Kernel of a convolution by channels, without the axis of size 1."""
+    EXPERTS = "experts"
+    """Matrices of all experts, which are transposed in the checkpoint, or their biases."""
+    INTERLEAVED_EXPERTS = "interleaved experts"
+    """Two of `EXPERTS`, whose rows alternate in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,17 @@ def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
 
     Tensors missing in `names` keep the file's names, so that the reader of the checkpoint reports them."""
     sources: dict[str, GgufSource] = {}
-    order = {key: number for number, key in enumerate(names.modules)}
-    for name in sorted(files.tensors, key=lambda name: order.get(_split(name)[0], 0)):
+    order = {key: number for number, key in enumerate((*names.modules, *names.parameters))}
+
+    def find_place(name: str) -> int:
+        return order.get(_split(name)[0], order.get(_without_number(name), 0))
+
+    for name in sorted(files.tensors, key=find_place):
         key, layer, expert, end = _split(name)
         if name in IN_CONFIGURATION or _is_draft(files, layer):
             continue
         if full := names.parameters.get(_without_number(name)):
-            sources[full.format(i=layer)] = _make_source(files, names, key, name)
+            _add(sources, full.format(i=layer), _make_source(files, names, key, name))
             continue
         if key not in names.modules:
             sources[name] = GgufSource((name,))
@@ -83,10 +91,14 @@ def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
             for entry in range(files.tensors[name].place.shape[0]):
                 sources[f"{target.format(i=layer, e=entry)}.{end}"] = replace(source, entry=entry)
         else:
-            full = f"{target.format(i=layer, e=expert)}.{end}"
-            first = sources.get(full)
-            sources[full] = replace(source, names=(*first.names, name)) if first else source
+            _add(sources, f"{target.format(i=layer, e=expert)}.{end}", source)
     return sources
+
+
+def _add(sources: dict[str, GgufSource], name: str, source: GgufSource) -> None:
+    """Add a source of a tensor after those that contain its first rows."""
+    first = sources.get(name)
+    sources[name] = replace(source, names=(*first.names, *source.names)) if first else source
 
 
 def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
@@ -265,6 +277,27 @@ GRANITE_HYBRID = TensorNames(
         LAYER + "ssm_norm.weight": Form.VECTOR_IN_ROWS,
         LAYER + "ssm_conv1d.weight": Form.KERNEL,
     },
+)
+_oss_experts = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+_oss_ends = {"weight": "", "bias": "_bias"}
+_oss_names = {
+    f"{LAYER}ffn_{x}_exps.{end}": f"{_L}mlp.experts.{module}{suffix}"
+    for x, module in _oss_experts.items()
+    for end, suffix in _oss_ends.items()
+}
+GPT_OSS = TensorNames(
+    _TABLES
+    | dict(
+        _layers(
+            _L,
+            **_ATTENTION,
+            attn_norm="input_layernorm",
+            post_attention_norm="post_attention_layernorm",
+            ffn_gate_inp="mlp.router",
+        )
+    ),
+    parameters={LAYER + "attn_sinks.weight": _L + "self_attn.sinks", **_oss_names},
+    forms={name: Form.EXPERTS if "down" in name else Form.INTERLEAVED_EXPERTS for name in _oss_names},
 )
 OLMO2 = TensorNames(_TABLES | dict(_layers(_L, **_ATTENTION, **_HEAD_NORMS, **_POST_NORMS, **_MLP)))
 STARCODER2 = TensorNames(_plain | dict(_layers(_L, ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")))

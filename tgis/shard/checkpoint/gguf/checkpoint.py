@@ -16,7 +16,7 @@ from tgis.convert.gguf.files import FileTensorPlace, open_gguf
 from tgis.convert.gguf.tensor_names import Form, GgufSource, list_sources
 from tgis.errors import OperatorError
 from tgis.shard.checkpoint.format import Format
-from tgis.shard.checkpoint.gguf.tensor import Bytes, GgufStack, GgufTensor
+from tgis.shard.checkpoint.gguf.tensor import Bytes, GgufExperts, GgufStack, GgufTensor
 from tgis.shard.checkpoint.progress import LoadProgress
 from tgis.shard.checkpoint.tensors import (
     FileTensor,
@@ -60,6 +60,10 @@ class GgufCheckpoint:
         taken = self._taken.setdefault(name, set())
         places = [self.files.tensors[each] for each in source.names]
         label = f"{places[0].path}: tensor {' + '.join(source.names)}"
+        if source.form in (Form.EXPERTS, Form.INTERLEAVED_EXPERTS):
+            experts = range(places[0].place.shape[0])
+            parts = [[self._open(place, source, entry) for place in places] for entry in experts]
+            return GgufExperts(parts, label, taken, source.form is Form.INTERLEAVED_EXPERTS)
         if len(places[0].place.shape) > 2 and source.entry is None:
             stacks = [
                 [self._open(place, source, entry) for entry in range(place.place.shape[0])]
