@@ -286,6 +286,7 @@ def add_own(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if kind == "glm4_moe":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if kind == "t5":
         writer.add_key_length(config["d_kv"])
         writer.add_value_length(config["d_kv"])

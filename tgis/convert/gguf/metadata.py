@@ -41,9 +41,10 @@ class Metadata:
         ConversionError."""
         value = self._find(key, None)
         numbers = [*value] if isinstance(value, array) else [value] * count
-        if len(numbers) != count or any(type(each) is not int or each < 0 for each in numbers):
+        integers = [each for each in numbers if type(each) is int and each >= 0]
+        if len(numbers) != count or len(integers) != count:
             raise self.refuse(key, f"is {show(value)}, not one number for each of {count} layers")
-        return [int(each) for each in numbers]
+        return integers
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number. Raises ConversionError."""

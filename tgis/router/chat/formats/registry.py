@@ -7,9 +7,8 @@ from tgis.router.chat.formats.gemma import GEMMA4, GEMMA4_REASONING
 from tgis.router.chat.formats.granite import GRANITE, GRANITE_REASONING
 from tgis.router.chat.formats.harmony import HARMONY, HARMONY_REASONING
 from tgis.router.chat.formats.hermes import GLM45, HERMES, QWEN3_CODER
-from tgis.router.chat.formats.llama import LLAMA3, PYTHONIC
+from tgis.router.chat.formats.llama import LLAMA3, OLMO3, PYTHONIC
 from tgis.router.chat.formats.mistral import MISTRAL, MISTRAL_REASONING, MISTRAL_V11
-from tgis.router.chat.formats.olmo import OLMO3
 from tgis.router.chat.formats.phi import PHI4, PHI4_FUNCTOOLS
 from tgis.router.chat.formats.think import THINK
 from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
