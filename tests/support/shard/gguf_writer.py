@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 Array = NDArray[Any]
 ARCHITECTURES = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3")
 TYPES = (Type.Q8_0, Type.Q4_0, Type.Q5_1)
 # Offsets of the float16 factors in blocks of the types to which the package cannot round.
 FACTORS = {
@@ -60,6 +60,7 @@ def write_gguf(
     for name, (codes, kind) in join_experts(stored).items():
         writer.add_tensor(rename(architecture, config, name), codes, raw_dtype=kind)
     add_rope_factors(writer, config)
+    add_draft_layers(writer, config)
     save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -218,7 +219,8 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         first({**config, "none": 512}, "max_position_embeddings", "n_positions", "none")
     )
     writer.add_embedding_length(width)
-    writer.add_block_count(first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    count = first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    writer.add_block_count(count + config.get("num_nextn_predict_layers", 0))
     inner = config.get("intermediate_size") or config.get("d_ff") or config.get("n_inner")
     writer.add_feed_forward_length(inner or config.get("ffn_hidden_size") or 4 * width)
     writer.add_head_count(heads)
@@ -314,8 +316,21 @@ def add_rope(writer: gguf.GGUFWriter, config: dict[str, Any], head_dim: int) -> 
         names = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
         writer.add_rope_scaling_type(names[kind])
         writer.add_rope_scaling_factor(given["factor"])
+    if kind == "yarn" and config["model_type"] == "ministral3":
+        if beta := given.get("llama_4_scaling_beta"):
+            writer.add_attn_temperature_scale(beta)
+        if share := given.get("mscale_all_dim"):
+            writer.add_rope_scaling_yarn_log_mul(share)
     if kind in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(given["original_max_position_embeddings"])
+
+
+def add_draft_layers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Add some of the tensors of layers that only predict further tokens."""
+    count = first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    for layer in range(count, count + config.get("num_nextn_predict_layers", 0)):
+        for module in ("attn_norm", "nextn.enorm"):
+            writer.add_tensor(f"blk.{layer}.{module}.weight", np.ones(config["hidden_size"], np.float32))
 
 
 def add_rope_factors(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -142,6 +142,16 @@ def _head_dim(files: GgufFiles) -> int:
     return width // num_heads
 
 
+def _read_mistral3(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_llama(files)
+    rope = {**config["rope_parameters"]}
+    if ".attention.temperature_scale" in metadata:
+        rope["llama_4_scaling_beta"] = metadata.number(".attention.temperature_scale")
+    if ".rope.scaling.yarn_log_multiplier" in metadata:
+        rope |= {"mscale": 1.0, "mscale_all_dim": metadata.number(".rope.scaling.yarn_log_multiplier")}
+    return {**config, "rope_parameters": rope}
+
+
 def _read_experts(files: GgufFiles) -> Config:
     return {
         "num_local_experts": files.metadata.integer(".expert_count"),
@@ -446,6 +456,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", tensor_names.QWEN2_MOE, _read_qwen2_moe),
     "glm4moe": Architecture("glm4_moe", "Glm4MoeForCausalLM", tensor_names.GLM4_MOE, _read_glm4_moe),
     "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", tensor_names.GPT_OSS, _read_gpt_oss),
+    "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", tensor_names.LLAMA, _read_mistral3),
     "gemma": Architecture("gemma", "GemmaForCausalLM", tensor_names.GEMMA, _read_gemma),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", tensor_names.GEMMA2, _read_gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", tensor_names.GEMMA3, _read_gemma3),
