@@ -96,24 +96,14 @@ def _stored_dtype(files: GgufFiles) -> str:
 def _sizes(files: GgufFiles) -> Config:
     metadata = files.metadata
     num_heads = metadata.integer(".attention.head_count")
-    num_groups = num_heads
-    if ".ssm.state_size" in metadata:
-        num_groups = max(_layer_groups(files), default=0)
-    elif ".attention.head_count_kv" in metadata:
-        num_groups = metadata.integer(".attention.head_count_kv")
     return {
         "num_hidden_layers": tensor_names.count_layers(files),
         "hidden_size": metadata.integer(".embedding_length"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_groups,
+        "num_key_value_heads": tensor_names.count_groups(files, num_heads),
         "intermediate_size": metadata.integer(".feed_forward_length", 0) or None,
         "max_position_embeddings": metadata.integer(".context_length"),
     }
-
-
-def _layer_groups(files: GgufFiles) -> list[int]:
-    """Return the numbers of key heads by layer, which are 0 for layers without attention."""
-    return files.metadata.layer_integers(".attention.head_count_kv", tensor_names.count_layers(files))
 
 
 def _read_llama(files: GgufFiles) -> Config:
@@ -315,12 +305,13 @@ def _read_granite_hybrid(files: GgufFiles) -> Config:
     expand, rest = divmod(metadata.integer(".ssm.inner_size"), width)
     if rest:
         raise metadata.refuse(".ssm.inner_size", f"is no multiple of {width}")
+    groups = tensor_names.list_groups(files)
     shared = files.tensors.get(f"blk.0.ffn_up{'_shexp' if num_experts else ''}.weight")
     return {
         **config,
         **(_read_experts(files) if num_experts else {"num_local_experts": 0}),
         "shared_intermediate_size": shared.place.shape[0] if shared is not None else 0,
-        "layer_types": ["full_attention" if count else "linear_attention" for count in _layer_groups(files)],
+        "layer_types": ["full_attention" if count else "linear_attention" for count in groups],
         "position_embedding_type": "rope" if metadata.flag(".rope.scaling.finetuned", False) else "nope",
         "mamba_n_heads": metadata.integer(".ssm.time_step_rank"),
         "mamba_n_groups": metadata.integer(".ssm.group_count"),

@@ -17,7 +17,7 @@ _EXPERTS = re.compile(r"_exps$")
 _LAYER_NUMBER = re.compile(r"^blk\.\d+\.")
 
 
-class Form(Enum):
+class StoredForm(Enum):
     """Form of a small tensor that differs from the one in the checkpoint."""
 
     VECTOR_IN_ROWS = "rows"
@@ -42,7 +42,7 @@ class GgufSource:
     added: float = 0.0
     """Number added to all elements in the file."""
     is_transposed: bool = False
-    form: Form | None = None
+    form: StoredForm | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TensorNames:
     transposed: tuple[str, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Tensors of a checkpoint whose last part differs, by tensors of the file."""
-    forms: Mapping[str, Form] = field(default_factory=dict)
+    forms: Mapping[str, StoredForm] = field(default_factory=dict)
     """Forms of tensors of the file."""
 
 
@@ -124,7 +124,8 @@ def _is_unknown(files: GgufFiles, names: TensorNames, name: str) -> bool:
 
 def _is_draft(files: GgufFiles, layer: str) -> bool:
     """Return True for a layer after the model's own ones, which only predicts further tokens."""
-    return bool(layer) and int(layer) >= count_layers(files)
+    has_drafts = files.metadata.integer(".nextn_predict_layers", 0) > 0
+    return has_drafts and bool(layer) and int(layer) >= count_layers(files)
 
 
 def count_layers(files: GgufFiles) -> int:
@@ -150,12 +151,19 @@ def _split(name: str) -> tuple[str, str, str, str]:
 
 def _make_source(files: GgufFiles, names: TensorNames, key: str, name: str) -> GgufSource:
     num_heads = files.metadata.integer(".attention.head_count")
-    num_groups = num_heads
-    if ".attention.head_count_kv" in files.metadata:
-        count = files.metadata.integer(".block_count")
-        # Layers without attention have no heads.
-        num_groups = max(files.metadata.layer_integers(".attention.head_count_kv", count), default=0)
-    return make_source(names, key, name, num_heads, num_groups)
+    return make_source(names, key, name, num_heads, count_groups(files, num_heads))
+
+
+def count_groups(files: GgufFiles, num_heads: int) -> int:
+    """Return the number of key heads of layers with attention."""
+    if ".ssm.state_size" in files.metadata:
+        return max(list_groups(files), default=0)
+    return files.metadata.integer(".attention.head_count_kv", num_heads)
+
+
+def list_groups(files: GgufFiles) -> list[int]:
+    """Return the numbers of key heads by layer, which are 0 for layers without attention."""
+    return files.metadata.layer_integers(".attention.head_count_kv", count_layers(files))
 
 
 def make_source(names: TensorNames, key: str, name: str, num_heads: int, num_groups: int) -> GgufSource:
@@ -272,10 +280,10 @@ GRANITE_HYBRID = TensorNames(
         LAYER + "ssm_dt.bias": _L + "mamba.dt_bias",
     },
     forms={
-        LAYER + "ssm_a": Form.DECAY,
-        LAYER + "ssm_d": Form.VECTOR_IN_ROWS,
-        LAYER + "ssm_norm.weight": Form.VECTOR_IN_ROWS,
-        LAYER + "ssm_conv1d.weight": Form.KERNEL,
+        LAYER + "ssm_a": StoredForm.DECAY,
+        LAYER + "ssm_d": StoredForm.VECTOR_IN_ROWS,
+        LAYER + "ssm_norm.weight": StoredForm.VECTOR_IN_ROWS,
+        LAYER + "ssm_conv1d.weight": StoredForm.KERNEL,
     },
 )
 _oss_experts = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
@@ -297,7 +305,9 @@ GPT_OSS = TensorNames(
         )
     ),
     parameters={LAYER + "attn_sinks.weight": _L + "self_attn.sinks", **_oss_names},
-    forms={name: Form.EXPERTS if "down" in name else Form.INTERLEAVED_EXPERTS for name in _oss_names},
+    forms={
+        name: StoredForm.EXPERTS if "down" in name else StoredForm.INTERLEAVED_EXPERTS for name in _oss_names
+    },
 )
 OLMO2 = TensorNames(_TABLES | dict(_layers(_L, **_ATTENTION, **_HEAD_NORMS, **_POST_NORMS, **_MLP)))
 STARCODER2 = TensorNames(_plain | dict(_layers(_L, ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tgis.convert.gguf.architectures import find_architecture
 from tgis.convert.gguf.files import FileTensorPlace, open_gguf
-from tgis.convert.gguf.tensor_names import Form, GgufSource, list_sources
+from tgis.convert.gguf.tensor_names import GgufSource, StoredForm, list_sources
 from tgis.errors import OperatorError
 from tgis.shard.checkpoint.format import Format
 from tgis.shard.checkpoint.gguf.tensor import Bytes, GgufExperts, GgufStack, GgufTensor
@@ -60,10 +60,10 @@ class GgufCheckpoint:
         taken = self._taken.setdefault(name, set())
         places = [self.files.tensors[each] for each in source.names]
         label = f"{places[0].path}: tensor {' + '.join(source.names)}"
-        if source.form in (Form.EXPERTS, Form.INTERLEAVED_EXPERTS):
+        if source.form in (StoredForm.EXPERTS, StoredForm.INTERLEAVED_EXPERTS):
             experts = range(places[0].place.shape[0])
             parts = [[self._open(place, source, entry) for place in places] for entry in experts]
-            return GgufExperts(parts, label, taken, source.form is Form.INTERLEAVED_EXPERTS)
+            return GgufExperts(parts, label, taken, source.form is StoredForm.INTERLEAVED_EXPERTS)
         if len(places[0].place.shape) > 2 and source.entry is None:
             stacks = [
                 [self._open(place, source, entry) for entry in range(place.place.shape[0])]
@@ -168,13 +168,13 @@ class _JoinedTensor(StackedRows):
         raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
 
 
-def _reshape(tensor: GgufTensor, form: Form) -> Tensor:
+def _reshape(tensor: GgufTensor, form: StoredForm) -> Tensor:
     """Return a small tensor in the checkpoint's form."""
     stored = tensor.read()
-    if form is Form.KERNEL:
+    if form is StoredForm.KERNEL:
         return stored.unsqueeze(1)
     vector = stored.flatten()
-    return (-vector).log() if form is Form.DECAY else vector
+    return (-vector).log() if form is StoredForm.DECAY else vector
 
 
 def _find_order(source: GgufSource, num_rows: int, label: str) -> NDArray[np.int64] | None:
