@@ -160,6 +160,7 @@ KINDS = {
 
 
 _QWEN_END = r"</function>\s*</tool_call>\s*"
+_DSML_END = r"</｜DSML｜parameter>\s*)*)</｜DSML｜invoke>"
 TAGGED_KINDS = {
     "glm45": (
         r"<tool_call>\s*(f_long|f|look\.up|é-ü)\s*((?:<arg_key>.*?</arg_value>\s*)*)</tool_call>\s*",
@@ -169,6 +170,10 @@ TAGGED_KINDS = {
         r"<tool_call>\s*<function=(f_long|f|look\.up|é-ü)>\s*((?:<parameter=.*?</parameter>\s*)*)"
         + _QWEN_END,
         r"<parameter=(.*?)>\n(.*?)\n</parameter>",
+    ),
+    "deepseek_v32": (
+        r'<｜DSML｜invoke name="(f_long|f|look\.up|é-ü)">\s*((?:<｜DSML｜parameter .*?' + _DSML_END,
+        r'<｜DSML｜parameter name="(.*?)" string="((?:true|false)">.*?)</｜DSML｜parameter>',
     ),
 }
 """Patterns of a call and of an argument, for formats whose arguments are between tags."""
@@ -184,6 +189,9 @@ def read_tagged(kind: str, text: str, texts: set[tuple[str, str]]) -> list[tuple
 
 
 def _tagged_value(text: str, is_text: bool) -> Any:
+    if text.startswith(('true">', 'false">')):  # only version 3.2 of DeepSeek
+        kind, _, text = text.partition('">')
+        is_text = kind == "true"
     try:
         return text if is_text else json.loads(text)
     except ValueError:

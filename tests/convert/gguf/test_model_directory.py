@@ -236,6 +236,20 @@ def test_the_directory_made_from_a_file(tmp_path: Path) -> None:
     ]
 
 
+def test_messages_of_harmony_do_not_end_the_answer(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        retoken(writer, 7)
+        writer.kv_data[0].pop("tokenizer.ggml.token_type")
+        writer.kv_data[0].pop("tokenizer.ggml.tokens")
+        writer.add_token_list(["a", "b", "ab", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"])
+        writer.add_token_types([1, 1, 1, 3, 3, 3, 3])
+        writer.add_eos_token_id(4)
+
+    (tmp_path / "out").mkdir()
+    write_model_directory([write(tmp_path / "a.gguf", add)], tmp_path / "out")
+    assert read(tmp_path / "out", "generation_config.json") == {"eos_token_id": [4, 5, 6]}
+
+
 def test_a_split_set_is_one_model(tmp_path: Path) -> None:
     names = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
     first = write(tmp_path / names[0], lambda writer: writer.add_uint16("split.count", 2))

@@ -11,7 +11,7 @@ from tgis.router.grammar.errors import InvalidGrammarError
 from tgis.router.grammar.parameters import allows_any, read_parameters
 from tgis.router.grammar.worker import Compiler
 
-TAGS = Tags("<parameter=", ">\n", "", "\n</parameter>\n")
+TAGS = Tags("<parameter=", ">\n", "", "\n</parameter>\n", ">\n")
 
 
 def test_texts_and_choices() -> None:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from tests.support.shard.family_cases.all import CASES as ALL
 from tests.support.shard.family_cases.encoder_decoders import T5
 from tests.support.shard.family_cases.gpts import mpt
-from tests.support.shard.family_cases.llamas import FULL, SLIDING, gemma2, gemma3
+from tests.support.shard.family_cases.llamas import FULL, SLIDING, YARN_ROPE, gemma2, gemma3, glm4_moe, sizes
 
 Case = tuple[str, Callable[[], PretrainedConfig]]
 
@@ -22,6 +22,8 @@ GEMMA3 = {
         SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
+
+MINISTRAL_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.6}
 
 # For each case: the architecture in the file, and the configuration in transformers.
 CASES: dict[str, Case] = {
@@ -41,6 +43,20 @@ CASES: dict[str, Case] = {
     "qwen2": ("qwen2", ALL["qwen2"]),
     "qwen3": ("qwen3", ALL["qwen3"]),
     "qwen3_moe": ("qwen3moe", ALL["qwen3_moe"]),
+    "qwen2_moe": ("qwen2moe", ALL["qwen2_moe"]),
+    "glm4_moe": ("glm4moe", ALL["glm4_moe"]),
+    "glm4_moe_draft_layer": (
+        "glm4moe",
+        lambda: hf.Glm4MoeConfig(
+            **glm4_moe(attention_bias=True, norm_topk_prob=False, num_nextn_predict_layers=1)
+        ),
+    ),
+    "ministral3": ("mistral3", ALL["ministral3"]),
+    "ministral3_scaled": (
+        "mistral3",
+        lambda: hf.Ministral3Config(**sizes(head_dim=8, rope_parameters=MINISTRAL_ROPE)),
+    ),
+    "gpt_oss": ("gpt-oss", ALL["gpt_oss"]),
     "gemma": ("gemma", ALL["gemma"]),
     "gemma2": ("gemma2", lambda: hf.Gemma2Config(**gemma2(query_pre_attn_scalar=8))),
     "gemma3": ("gemma3", lambda: hf.Gemma3TextConfig(**gemma3(**GEMMA3))),
@@ -48,6 +64,11 @@ CASES: dict[str, Case] = {
     "phi3_short_and_long": ("phi3", ALL["phi3_short_and_long"]),
     "granite": ("granite", ALL["granite"]),
     "granitemoe": ("granitemoe", ALL["granitemoe"]),
+    "granitehybrid": ("granitehybrid", ALL["granitemoehybrid"]),
+    "granitehybrid_experts_rope_biases": (
+        "granitehybrid",
+        ALL["granitemoehybrid_experts_rope_biases"],
+    ),
     "olmo2": ("olmo2", ALL["olmo2"]),
     "olmo3": ("olmo2", ALL["olmo3"]),
     "smollm3": ("smollm3", ALL["smollm3"]),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 Array = NDArray[Any]
 ARCHITECTURES = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3")
 TYPES = (Type.Q8_0, Type.Q4_0, Type.Q5_1)
 # Offsets of the float16 factors in blocks of the types to which the package cannot round.
 FACTORS = {
@@ -48,17 +48,19 @@ def write_gguf(
     stored: dict[str, tuple[Array, Type]] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         is_transposed = architecture == "gpt2" and name.endswith(".weight") and ".c_" in name
-        weights = (tensor.T if is_transposed else tensor).float().numpy()
+        is_transposed |= architecture == "gpt-oss" and name.endswith("_proj")
+        weights = (tensor.mT if is_transposed else tensor).float().numpy()
         kind = kinds.get(name) or choose_type(weights, name, plain)
         codes = make_blocks(np.ascontiguousarray(weights), kind)
         back = torch.from_numpy(gguf.dequantize(codes, kind)).reshape(weights.shape)
-        rounded[name] = (back.T if is_transposed else back).contiguous()
+        rounded[name] = (back.mT if is_transposed else back).contiguous()
         stored |= {each: (part, kind) for each, part in rearrange(architecture, config, name, codes).items()}
     if config.get("scale_decoder_outputs") is False:  # a later T5, whose published checkpoints have a head
         stored["lm_head.weight"] = stored["shared.weight"]
     for name, (codes, kind) in join_experts(stored).items():
         writer.add_tensor(rename(architecture, config, name), codes, raw_dtype=kind)
     add_rope_factors(writer, config)
+    add_draft_layers(writer, config)
     save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -87,10 +89,12 @@ def make_blocks(weights: Array, kind: Type) -> Array:
 
 def choose_type(weights: Array, name: str, plain: Type | None) -> Type:
     """Return a type, the same one for all experts of a layer."""
-    if weights.ndim == 1:
+    if weights.ndim == 1 or "conv1d" in name or name.endswith("_proj_bias"):
         return Type.F32
     if plain is not None:
         return plain
+    if name.endswith("experts.gate_up_proj") and weights.shape[-1] % 32 == 0:
+        return Type.MXFP4  # as published files of gpt-oss
     name = name.partition(".experts.")[0]
     return TYPES[sum(name.encode()) % len(TYPES)] if weights.shape[-1] % 32 == 0 else Type.F16
 
@@ -101,6 +105,7 @@ def rename(architecture: str, config: dict[str, Any], name: str) -> str:
     count = first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], count)
     name = name.removeprefix("transformer.") if architecture == "bloom" else name
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     result = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert result is not None, name
     return result
@@ -117,6 +122,10 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
         return {name: split_groups(config, rows)}
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return {name: rows + np.float32(1)}
+    if architecture == "gpt-oss" and (".experts." in name or name.endswith("sinks")):
+        return rearrange_oss(name, rows)
+    if ".mamba." in name or "shared_mlp" in name:
+        return rearrange_hybrid(config, name, rows)
     if "block_sparse_moe.input_linear" in name:
         layer, half = name.split(".")[2], rows.shape[1] // 2
         return {
@@ -124,6 +133,36 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
             f"blk.{layer}.ffn_up_exps.weight": rows[:, half:],
         }
     return {name: rows}
+
+
+def rearrange_oss(name: str, rows: Array) -> dict[str, Array]:
+    """Return the parts of gpt-oss that one tensor holds for all experts, like llama.cpp's script."""
+    layer, end = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
+    if name.endswith("sinks"):
+        return {f"{name}.weight": rows}
+    if "down_proj" in name:
+        return {f"blk.{layer}.ffn_down_exps.{end}": rows}
+    return {f"blk.{layer}.ffn_{x}_exps.{end}": rows[:, i::2] for i, x in enumerate(("gate", "up"))}
+
+
+def rearrange_hybrid(config: dict[str, Any], name: str, rows: Array) -> dict[str, Array]:
+    """Return the parts of Granite 4 that are not attention or experts, like llama.cpp's script."""
+    has_experts = bool(config.get("num_local_experts"))
+    layer, end = name.split(".")[2], "_shexp" if has_experts else ""
+    if "shared_mlp.input_linear" in name:
+        gate, up = np.split(rows, 2)
+        return {f"blk.{layer}.ffn_gate{end}.weight": gate, f"blk.{layer}.ffn_up{end}.weight": up}
+    if "shared_mlp.output_linear" in name:
+        return {f"blk.{layer}.ffn_down{end}.weight": rows}
+    if name.endswith("A_log"):
+        return {name: -np.exp(rows)[:, None]}
+    if name.endswith(".D"):
+        return {name: rows[:, None]}
+    if name.endswith("dt_bias"):
+        return {name.replace("dt_bias", "dt_proj.bias"): rows}
+    if name.endswith("norm.weight"):
+        return {name: rows.reshape(config["mamba_n_groups"], -1)}
+    return {name: rows.squeeze(1) if name.endswith("conv1d.weight") else rows}
 
 
 def split_groups(config: dict[str, Any], rows: Array) -> Array:
@@ -180,12 +219,19 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         first({**config, "none": 512}, "max_position_embeddings", "n_positions", "none")
     )
     writer.add_embedding_length(width)
-    writer.add_block_count(first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    count = first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    writer.add_block_count(count + config.get("num_nextn_predict_layers", 0))
     inner = config.get("intermediate_size") or config.get("d_ff") or config.get("n_inner")
     writer.add_feed_forward_length(inner or config.get("ffn_hidden_size") or 4 * width)
     writer.add_head_count(heads)
     groups = falcon_groups(config) if config["model_type"] == "falcon" else config.get("num_key_value_heads")
-    writer.add_head_count_kv(groups or heads)
+    if "mamba_n_heads" in config:
+        kinds = config["layer_types"]
+        writer.add_head_count_kv(
+            [groups if "attention" in kind and "linear" not in kind else 0 for kind in kinds]
+        )
+    else:
+        writer.add_head_count_kv(groups or heads)
     writer.add_vocab_size(config["vocab_size"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
@@ -215,6 +261,13 @@ def add_numbers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         "relative_attention_num_buckets": writer.add_relative_attn_buckets_count,
         "decoder_start_token_id": writer.add_decoder_start_token_id,
         "num_decoder_layers": writer.add_decoder_block_count,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "n_routed_experts": writer.add_expert_count,
+        "n_shared_experts": writer.add_expert_shared_count,
+        "n_group": writer.add_expert_group_count,
+        "topk_group": writer.add_expert_group_used_count,
+        "first_k_dense_replace": writer.add_leading_dense_block_count,
+        "routed_scaling_factor": writer.add_expert_weights_scale,
     }
     for key, add in adders.items():
         if config.get(key) is not None:
@@ -223,8 +276,19 @@ def add_numbers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 def add_own(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     kind = config["model_type"]
-    if kind in ("gemma2", "gemma3_text", "phi3", "starcoder2", "olmo3"):
+    if kind in ("gemma2", "gemma3_text", "phi3", "starcoder2", "olmo3", "gpt_oss"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
+    if kind == "granitemoehybrid":
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    if kind == "glm4_moe":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if kind == "t5":
         writer.add_key_length(config["d_kv"])
         writer.add_value_length(config["d_kv"])
@@ -252,8 +316,21 @@ def add_rope(writer: gguf.GGUFWriter, config: dict[str, Any], head_dim: int) -> 
         names = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
         writer.add_rope_scaling_type(names[kind])
         writer.add_rope_scaling_factor(given["factor"])
+    if kind == "yarn" and config["model_type"] == "ministral3":
+        if beta := given.get("llama_4_scaling_beta"):
+            writer.add_attn_temperature_scale(beta)
+        if share := given.get("mscale_all_dim"):
+            writer.add_rope_scaling_yarn_log_mul(share)
     if kind in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(given["original_max_position_embeddings"])
+
+
+def add_draft_layers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Add some of the tensors of layers that only predict further tokens."""
+    count = first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    for layer in range(count, count + config.get("num_nextn_predict_layers", 0)):
+        for module in ("attn_norm", "nextn.enorm"):
+            writer.add_tensor(f"blk.{layer}.{module}.weight", np.ones(config["hidden_size"], np.float32))
 
 
 def add_rope_factors(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

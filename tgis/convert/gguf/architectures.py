@@ -18,7 +18,8 @@ Config = dict[str, Any]
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 GEMMA3_PERIOD, GEMMA3_LOCAL_THETA = 6, 10000.0
 # Properties of models that their metadata do not have.
-SMOLLM3_INTERVAL, OLMO3_PERIOD = 4, 4
+SMOLLM3_INTERVAL, OLMO3_PERIOD, OSS_PERIOD = 4, 4, 2
+SIGMOID = 2  # llama.cpp's number of this function of a router
 DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 
@@ -96,10 +97,10 @@ def _sizes(files: GgufFiles) -> Config:
     metadata = files.metadata
     num_heads = metadata.integer(".attention.head_count")
     return {
-        "num_hidden_layers": metadata.integer(".block_count"),
+        "num_hidden_layers": tensor_names.count_layers(files),
         "hidden_size": metadata.integer(".embedding_length"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.integer(".attention.head_count_kv", num_heads),
+        "num_key_value_heads": tensor_names.count_groups(files, num_heads),
         "intermediate_size": metadata.integer(".feed_forward_length", 0) or None,
         "max_position_embeddings": metadata.integer(".context_length"),
     }
@@ -131,6 +132,16 @@ def _head_dim(files: GgufFiles) -> int:
     return width // num_heads
 
 
+def _read_mistral3(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_llama(files)
+    rope = {**config["rope_parameters"]}
+    if ".attention.temperature_scale" in metadata:
+        rope["llama_4_scaling_beta"] = metadata.number(".attention.temperature_scale")
+    if ".rope.scaling.yarn_log_multiplier" in metadata:
+        rope |= {"mscale": 1.0, "mscale_all_dim": metadata.number(".rope.scaling.yarn_log_multiplier")}
+    return {**config, "rope_parameters": rope}
+
+
 def _read_experts(files: GgufFiles) -> Config:
     return {
         "num_local_experts": files.metadata.integer(".expert_count"),
@@ -153,6 +164,45 @@ def _read_qwen3_moe(files: GgufFiles) -> Config:
         "num_experts": experts["num_local_experts"],
         "moe_intermediate_size": size,
         "norm_topk_prob": True,
+    }
+
+
+def _read_qwen2_moe(files: GgufFiles) -> Config:
+    return {
+        **_read_qwen3_moe(files),
+        "norm_topk_prob": False,
+        "qkv_bias": "blk.0.attn_q.bias" in files,
+        "shared_expert_intermediate_size": files.metadata.integer(".expert_shared_feed_forward_length"),
+    }
+
+
+def _read_glm4_moe(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_qwen3_moe(files)
+    if metadata.integer(".expert_gating_func", SIGMOID) != SIGMOID:
+        raise metadata.refuse(".expert_gating_func", f"is not {SIGMOID}, a sigmoid")
+    return {
+        **config,
+        "n_routed_experts": config["num_experts"],
+        "n_shared_experts": metadata.integer(".expert_shared_count", 0),
+        "norm_topk_prob": metadata.flag(".expert_weights_norm", True),
+        "routed_scaling_factor": metadata.number(".expert_weights_scale", 1.0),
+        "n_group": metadata.integer(".expert_group_count", 1),
+        "topk_group": metadata.integer(".expert_group_used_count", 1),
+        "first_k_dense_replace": metadata.integer(".leading_dense_block_count", 0),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in files,
+    }
+
+
+def _read_gpt_oss(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_llama(files)
+    size = metadata.integer(".expert_feed_forward_length", config["intermediate_size"] or 0)
+    return {
+        **config,
+        **_read_experts(files),
+        "intermediate_size": size,
+        "sliding_window": metadata.integer(".attention.sliding_window"),
+        "layer_types": _periodic_windows(OSS_PERIOD, config["num_hidden_layers"]),
+        "rope_parameters": {**config["rope_parameters"], "truncate": False},
     }
 
 
@@ -246,6 +296,32 @@ def _read_granite(files: GgufFiles) -> Config:
 
 def _read_granite_moe(files: GgufFiles) -> Config:
     return _read_granite(files) | _read_experts(files)
+
+
+def _read_granite_hybrid(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_granite(files)
+    num_experts = metadata.integer(".expert_count", 0)
+    width = metadata.integer(".embedding_length")
+    expand, rest = divmod(metadata.integer(".ssm.inner_size"), width)
+    if rest:
+        raise metadata.refuse(".ssm.inner_size", f"is no multiple of {width}")
+    groups = tensor_names.list_groups(files)
+    shared = files.tensors.get(f"blk.0.ffn_up{'_shexp' if num_experts else ''}.weight")
+    return {
+        **config,
+        **(_read_experts(files) if num_experts else {"num_local_experts": 0}),
+        "shared_intermediate_size": shared.place.shape[0] if shared is not None else 0,
+        "layer_types": ["full_attention" if count else "linear_attention" for count in groups],
+        "position_embedding_type": "rope" if metadata.flag(".rope.scaling.finetuned", False) else "nope",
+        "mamba_n_heads": metadata.integer(".ssm.time_step_rank"),
+        "mamba_n_groups": metadata.integer(".ssm.group_count"),
+        "mamba_d_state": metadata.integer(".ssm.state_size"),
+        "mamba_d_conv": metadata.integer(".ssm.conv_kernel"),
+        "mamba_expand": expand,
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in files.tensors),
+        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in files.tensors),
+        "attention_bias": any(name.endswith("attn_q.bias") for name in files.tensors),
+    }
 
 
 def _read_starcoder2(files: GgufFiles) -> Config:
@@ -368,6 +444,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", tensor_names.QWEN2, _read_llama),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", tensor_names.QWEN3, _read_llama),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", tensor_names.QWEN3_MOE, _read_qwen3_moe),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", tensor_names.QWEN2_MOE, _read_qwen2_moe),
+    "glm4moe": Architecture("glm4_moe", "Glm4MoeForCausalLM", tensor_names.GLM4_MOE, _read_glm4_moe),
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", tensor_names.GPT_OSS, _read_gpt_oss),
+    "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", tensor_names.LLAMA, _read_mistral3),
     "gemma": Architecture("gemma", "GemmaForCausalLM", tensor_names.GEMMA, _read_gemma),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", tensor_names.GEMMA2, _read_gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", tensor_names.GEMMA3, _read_gemma3),
@@ -375,6 +455,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granite": Architecture("granite", "GraniteForCausalLM", tensor_names.LLAMA, _read_granite),
     "granitemoe": Architecture(
         "granitemoe", "GraniteMoeForCausalLM", tensor_names.GRANITE_MOE, _read_granite_moe
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        tensor_names.GRANITE_HYBRID,
+        _read_granite_hybrid,
     ),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", tensor_names.OLMO2, _read_llama),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", tensor_names.LLAMA, _read_smollm3),

@@ -36,6 +36,16 @@ class Metadata:
             raise self.refuse(key, f"is {show(value)}, not a number")
         return value
 
+    def layer_integers(self, key: str, count: int) -> list[int]:
+        """Return a non-negative integer for each of `count` layers, which may have one in common. Raises
+        ConversionError."""
+        value = self._find(key, None)
+        numbers = [*value] if isinstance(value, array) else [value] * count
+        integers = [each for each in numbers if type(each) is int and each >= 0]
+        if len(numbers) != count or len(integers) != count:
+            raise self.refuse(key, f"is {show(value)}, not one number for each of {count} layers")
+        return integers
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number. Raises ConversionError."""
         value = self._find(key, default)

@@ -28,6 +28,8 @@ ENDS = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>"),
     *("<|end_of_text|>", "<|endoftext|>"),
 )
+# Ends of answers in Harmony, where <|end|> ends only a message.
+HARMONY_ENDS, HARMONY_MESSAGE_END = ("<|return|>", "<|call|>"), "<|end|>"
 
 
 def write_model_directory(paths: Sequence[Path], directory: Path) -> None:
@@ -73,9 +75,11 @@ def _make_generation_config(vocabulary: GgufVocabulary) -> dict[str, Any]:
     ends = {vocabulary.ids[token] for key in END_KEYS if (token := vocabulary.find(key)) is not None}
     ends |= {
         id
-        for text in ENDS
+        for text in (*ENDS, *HARMONY_ENDS)
         if (id := vocabulary.ids.get(text)) is not None and vocabulary.types[id] == CONTROL
     }
+    if all(text in vocabulary.ids for text in HARMONY_ENDS):
+        ends = ends - {vocabulary.ids.get(HARMONY_MESSAGE_END)}
     config: dict[str, Any] = {"eos_token_id": sorted(ends)} if ends else {}
     for key, name in (("bos_token_id", "bos_token_id"), ("padding_token_id", "pad_token_id")):
         if vocabulary.find(key) is not None:

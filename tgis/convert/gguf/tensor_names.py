@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from tgis.convert.atomic_write import ConversionError
 from tgis.convert.gguf.files import GgufFiles
@@ -13,6 +14,22 @@ LAYER = "blk.{i}."
 ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT = "rope_freqs", "rope_factors_long", "rope_factors_short"
 IN_CONFIGURATION = tuple(f"{name}.weight" for name in (ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT))
 _EXPERTS = re.compile(r"_exps$")
+_LAYER_NUMBER = re.compile(r"^blk\.\d+\.")
+
+
+class StoredForm(Enum):
+    """Form of a small tensor that differs from the one in the checkpoint."""
+
+    VECTOR_IN_ROWS = "rows"
+    """Vector that is stored as a matrix."""
+    DECAY = "decay"
+    """Negative exponentials of a vector, in rows."""
+    KERNEL = "kernel"
+    """Kernel of a convolution by channels, without the axis of size 1."""
+    EXPERTS = "experts"
+    """Matrices of all experts, which are transposed in the checkpoint, or their biases."""
+    INTERLEAVED_EXPERTS = "interleaved experts"
+    """Two of `EXPERTS`, whose rows alternate in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +42,7 @@ class GgufSource:
     added: float = 0.0
     """Number added to all elements in the file."""
     is_transposed: bool = False
+    form: StoredForm | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +59,10 @@ class TensorNames:
     norms_added: float = 0.0
     """Number added to the weights of norms in the file."""
     transposed: tuple[str, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of a checkpoint whose last part differs, by tensors of the file."""
+    forms: Mapping[str, StoredForm] = field(default_factory=dict)
+    """Forms of tensors of the file."""
 
 
 def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
@@ -48,10 +70,17 @@ def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
 
     Tensors missing in `names` keep the file's names, so that the reader of the checkpoint reports them."""
     sources: dict[str, GgufSource] = {}
-    order = {key: number for number, key in enumerate(names.modules)}
-    for name in sorted(files.tensors, key=lambda name: order.get(_split(name)[0], 0)):
+    order = {key: number for number, key in enumerate((*names.modules, *names.parameters))}
+
+    def find_place(name: str) -> int:
+        return order.get(_split(name)[0], order.get(_without_number(name), 0))
+
+    for name in sorted(files.tensors, key=find_place):
         key, layer, expert, end = _split(name)
-        if name in IN_CONFIGURATION:
+        if name in IN_CONFIGURATION or _is_draft(files, layer):
+            continue
+        if full := names.parameters.get(_without_number(name)):
+            _add(sources, full.format(i=layer), _make_source(files, names, key, name))
             continue
         if key not in names.modules:
             sources[name] = GgufSource((name,))
@@ -62,10 +91,14 @@ def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
             for entry in range(files.tensors[name].place.shape[0]):
                 sources[f"{target.format(i=layer, e=entry)}.{end}"] = replace(source, entry=entry)
         else:
-            full = f"{target.format(i=layer, e=expert)}.{end}"
-            first = sources.get(full)
-            sources[full] = replace(source, names=(*first.names, name)) if first else source
+            _add(sources, f"{target.format(i=layer, e=expert)}.{end}", source)
     return sources
+
+
+def _add(sources: dict[str, GgufSource], name: str, source: GgufSource) -> None:
+    """Add a source of a tensor after those that contain its first rows."""
+    first = sources.get(name)
+    sources[name] = replace(source, names=(*first.names, *source.names)) if first else source
 
 
 def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
@@ -73,9 +106,7 @@ def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
 
     Without this tensor, the model would differ from the trained one."""
     unknown = [
-        name
-        for name in files.tensors
-        if name not in IN_CONFIGURATION and _split(name)[0] not in names.modules
+        name for name in files.tensors if name not in IN_CONFIGURATION and _is_unknown(files, names, name)
     ]
     if unknown:
         path, architecture = files.tensors[unknown[0]].path, files.metadata.architecture
@@ -83,6 +114,29 @@ def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
             f"{path}: the architecture {architecture} has no place for "
             f"{len(unknown)} of the tensors, the first of which is {unknown[0]}"
         )
+
+
+def _is_unknown(files: GgufFiles, names: TensorNames, name: str) -> bool:
+    key, layer, *_ = _split(name)
+    is_known = key in names.modules or _without_number(name) in names.parameters
+    return not is_known and not _is_draft(files, layer)
+
+
+def _is_draft(files: GgufFiles, layer: str) -> bool:
+    """Return True for a layer after the model's own ones, which only predicts further tokens."""
+    has_drafts = files.metadata.integer(".nextn_predict_layers", 0) > 0
+    return has_drafts and bool(layer) and int(layer) >= count_layers(files)
+
+
+def count_layers(files: GgufFiles) -> int:
+    """Return the number of layers without those that predict further tokens."""
+    metadata = files.metadata
+    return metadata.integer(".block_count") - metadata.integer(".nextn_predict_layers", 0)
+
+
+def _without_number(name: str) -> str:
+    """Return a tensor's name with {i} in place of the layer."""
+    return _LAYER_NUMBER.sub(LAYER, name)
 
 
 def _split(name: str) -> tuple[str, str, str, str]:
@@ -97,8 +151,19 @@ def _split(name: str) -> tuple[str, str, str, str]:
 
 def _make_source(files: GgufFiles, names: TensorNames, key: str, name: str) -> GgufSource:
     num_heads = files.metadata.integer(".attention.head_count")
-    num_groups = files.metadata.integer(".attention.head_count_kv", num_heads)
-    return make_source(names, key, name, num_heads, num_groups)
+    return make_source(names, key, name, num_heads, count_groups(files, num_heads))
+
+
+def count_groups(files: GgufFiles, num_heads: int) -> int:
+    """Return the number of key heads of layers with attention."""
+    if ".ssm.state_size" in files.metadata:
+        return max(list_groups(files), default=0)
+    return files.metadata.integer(".attention.head_count_kv", num_heads)
+
+
+def list_groups(files: GgufFiles) -> list[int]:
+    """Return the numbers of key heads by layer, which are 0 for layers without attention."""
+    return files.metadata.layer_integers(".attention.head_count_kv", count_layers(files))
 
 
 def make_source(names: TensorNames, key: str, name: str, num_heads: int, num_groups: int) -> GgufSource:
@@ -110,12 +175,17 @@ def make_source(names: TensorNames, key: str, name: str, num_heads: int, num_gro
     elif key == names.groups:
         order = SplitGroups(num_heads, num_groups)
     added = names.norms_added if name.endswith("norm.weight") else 0.0
-    return GgufSource((name,), None, order, added, key in names.transposed)
+    form = names.forms.get(_without_number(name))
+    return GgufSource((name,), None, order, added, key in names.transposed, form)
 
 
 def _layers(target: str, **modules: str) -> Iterator[tuple[str, str]]:
     for theirs, ours in modules.items():
         yield LAYER + theirs, target + ours
+
+
+def _shared_experts(target: str) -> dict[str, str]:
+    return {f"ffn_{x}_shexp": f"{target}{x}_proj" for x in ("gate", "up", "down")}
 
 
 _L, _H = "model.layers.{i}.", "transformer.h.{i}."
@@ -145,7 +215,7 @@ MIXTRAL = TensorNames(_plain | dict(_layers(_L, **_mixtral_layers)), _PAIRS)
 QWEN2 = TensorNames(_plain)
 QWEN3 = TensorNames(_plain | dict(_layers(_L, **_HEAD_NORMS)))
 QWEN3_MOE = TensorNames(
-    dict(QWEN3.modules)
+    {**QWEN3.modules}
     | dict(
         _layers(
             _L,
@@ -153,6 +223,21 @@ QWEN3_MOE = TensorNames(
             **{f"ffn_{x}_exps": f"mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")},
         )
     )
+)
+QWEN2_MOE = TensorNames(
+    {**QWEN3_MOE.modules}
+    | dict(_layers(_L, ffn_gate_inp_shexp="mlp.shared_expert_gate", **_shared_experts("mlp.shared_expert.")))
+)
+GLM4_MOE = TensorNames(
+    {**QWEN3_MOE.modules}
+    | dict(
+        _layers(
+            _L,
+            post_attention_norm="post_attention_layernorm",
+            **_shared_experts("mlp.shared_experts."),
+        )
+    ),
+    parameters={LAYER + "exp_probs_b.bias": _L + "mlp.gate.e_score_correction_bias"},
 )
 GEMMA = TensorNames(_plain, norms_added=1.0)
 GEMMA2 = TensorNames(_gemma2, norms_added=1.0)
@@ -170,6 +255,59 @@ GRANITE_MOE = TensorNames(
         )
     ),
     _PAIRS,
+)
+_shared_mlp = {
+    "gate": "shared_mlp.input_linear",
+    "up": "shared_mlp.input_linear",
+    "down": "shared_mlp.output_linear",
+}
+GRANITE_HYBRID = TensorNames(
+    {**GRANITE_MOE.modules}
+    | dict(
+        _layers(
+            _L,
+            ssm_in="mamba.in_proj",
+            ssm_conv1d="mamba.conv1d",
+            ssm_norm="mamba.norm",
+            ssm_out="mamba.out_proj",
+            **{f"ffn_{x}{end}": module for x, module in _shared_mlp.items() for end in ("", "_shexp")},
+        )
+    ),
+    _PAIRS,
+    parameters={
+        LAYER + "ssm_a": _L + "mamba.A_log",
+        LAYER + "ssm_d": _L + "mamba.D",
+        LAYER + "ssm_dt.bias": _L + "mamba.dt_bias",
+    },
+    forms={
+        LAYER + "ssm_a": StoredForm.DECAY,
+        LAYER + "ssm_d": StoredForm.VECTOR_IN_ROWS,
+        LAYER + "ssm_norm.weight": StoredForm.VECTOR_IN_ROWS,
+        LAYER + "ssm_conv1d.weight": StoredForm.KERNEL,
+    },
+)
+_oss_experts = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+_oss_ends = {"weight": "", "bias": "_bias"}
+_oss_names = {
+    f"{LAYER}ffn_{x}_exps.{end}": f"{_L}mlp.experts.{module}{suffix}"
+    for x, module in _oss_experts.items()
+    for end, suffix in _oss_ends.items()
+}
+GPT_OSS = TensorNames(
+    _TABLES
+    | dict(
+        _layers(
+            _L,
+            **_ATTENTION,
+            attn_norm="input_layernorm",
+            post_attention_norm="post_attention_layernorm",
+            ffn_gate_inp="mlp.router",
+        )
+    ),
+    parameters={LAYER + "attn_sinks.weight": _L + "self_attn.sinks", **_oss_names},
+    forms={
+        name: StoredForm.EXPERTS if "down" in name else StoredForm.INTERLEAVED_EXPERTS for name in _oss_names
+    },
 )
 OLMO2 = TensorNames(_TABLES | dict(_layers(_L, **_ATTENTION, **_HEAD_NORMS, **_POST_NORMS, **_MLP)))
 STARCODER2 = TensorNames(_plain | dict(_layers(_L, ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")))

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from tgis.router.grammar.answer_rules import AnswerRules, CallRule, CallRules, Mark, ReasoningRule, Tags
+from tgis.router.grammar.argument_notation import NotationWriter
 from tgis.router.grammar.conversion import HEADER
 from tgis.router.grammar.json_schema.reading import read_schema
 from tgis.router.grammar.message_grammar import write_message_grammar
@@ -17,10 +18,10 @@ from tgis.router.grammar.parameters import FunctionParameter, allows_any, read_p
 ANYTHING = "(?s:.*)"
 BLANKS = r"[ \t\r\n]{0,8}"
 _SPECIAL_CHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
-_JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]')
+_HEAD_PART = re.compile(r'"(?:[^"\\]|\\.)*"|[\w.-]+|[^\s"]')
 _LAST_KEY = re.compile(r'("[^"]*")\s*:\s*$')
 
-_KEY = r"KEY: /[^<>\n]+/"
+_KEY = r"KEY: /[^<>\n\"]+/"
 
 
 def write_answer_grammar(rules: AnswerRules, text_grammar: str | None, number: Callable[[int], int]) -> str:
@@ -88,32 +89,66 @@ class _AnswerGrammar:
         again = f"{between} {trigger} {begin}" if rules.begins_each else between
         more = f"({again} call)*" if rules.allows_several else ""
         optional = f"({self._blank_mark(rules.optional_mark)})?" if rules.optional_mark else ""
+        numbers = range(len(rules.functions))
+        first = "call"
+        if rules.trigger is None and rules.begin:
+            begin, first = "", "first"
+            self._lines.append(f"first: {' | '.join(f'first_{i}' for i in numbers)}")
         self._lines.append(f"calls: {optional} {trigger} rest")
-        self._lines.append(f"rest: {begin} call {more} {end}")
-        self._lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(rules.functions)))}")
+        self._lines.append(f"rest: {begin} {first} {more} {end}")
+        self._lines.append(f"call: {' | '.join(f'call_{i}' for i in numbers)}")
         for i, function in enumerate(rules.functions):
-            head = self._head(i, function, rules)
-            tail = self._sequence(function.tail, rules)
-            if function.tags is None:
-                arguments = f"%json {read_schema(function.schema, function.is_strict)}"
-            else:
-                arguments = self._tagged(function, function.tags, rules)
-            self._lines.append(f"call_{i}: {head} {arguments} {tail}")
+            body = f"{self._arguments(i, function, rules)} {self._sequence(function.tail, rules)}"
+            if first == "first":
+                lead = self._head(f"FIRST_{i}", rules.begin + function.head, rules)
+                self._lines += [f"first_{i}: {lead} body_{i}", f"body_{i}: {body}"]
+                body = f"body_{i}"
+            self._lines.append(f"call_{i}: {self._head(f'HEAD_{i}', function.head, rules)} {body}")
+
+    def _arguments(self, index: int, function: CallRule, rules: CallRules) -> str:
+        if function.tags is not None:
+            return self._tagged(function, function.tags, rules)
+        if function.notation is None:
+            return f"%json {read_schema(function.schema, function.is_strict)}"
+        text, quote_literal = None, None
+        if mark := function.notation.quote:
+            quote = self._sequence(mark, rules)
+            text = f"{quote} {self._text_before(mark, rules)}"
+
+            def quote_literal(value: str) -> str:
+                return f"{quote} {json.dumps(value, ensure_ascii=False) if value else ''} {quote}"
+
+        writer = NotationWriter(
+            function.notation, f"arguments_{index}", function.is_strict, self._add_line, text, quote_literal
+        )
+        return writer.arguments(function.schema)
+
+    def _add_line(self, line: str) -> None:
+        if line not in self._lines:
+            self._lines.append(line)
 
     def _tagged(self, function: CallRule, tags: Tags, rules: CallRules) -> str:
         """Return the grammar of arguments between tags, in the order of the schema."""
-        before_value = tags.key_end + tags.value_begin
         if allows_any(function.schema):
-            if _KEY not in self._lines:
-                self._lines.append(_KEY)
-            begin = self._sequence(tags.key_begin, rules)
-            return f"({begin} KEY {self._sequence(before_value, rules)} {self._tagged_text(tags, rules)})*"
+            return f"({self._any_tagged(tags, rules)})*"
         parts = []
         for parameter in read_parameters(function.schema):
-            begin = self._sequence(tags.key_begin + parameter.name + before_value, rules)
+            key_end = tags.text_key_end if parameter.is_text else tags.key_end
+            begin = self._sequence(tags.key_begin + parameter.name + key_end + tags.value_begin, rules)
             value = self._tagged_value(function, parameter, tags, rules)
             parts.append(f"({begin} {value}){'' if parameter.is_required else '?'}")
         return " ".join(parts)
+
+    def _any_tagged(self, tags: Tags, rules: CallRules) -> str:
+        """Return the grammar of any argument."""
+        self._add_line(_KEY)
+        begin = f"{self._sequence(tags.key_begin, rules)} KEY"
+        before_text = self._sequence(tags.text_key_end + tags.value_begin, rules)
+        grammar = f"{begin} {before_text} {self._tagged_text(tags, rules)}"
+        if tags.text_key_end == tags.key_end:
+            return grammar
+        before_value = self._sequence(tags.key_end + tags.value_begin, rules)
+        return f"{grammar} | {begin} {before_value} %json {{}} {self._sequence(tags.value_end, rules)}"
 
     def _tagged_value(
         self, function: CallRule, parameter: FunctionParameter, tags: Tags, rules: CallRules
@@ -130,28 +165,27 @@ class _AnswerGrammar:
         """Return the grammar of a text up to and including its end."""
         end = tags.value_end.strip()
         after = self._sequence(tags.value_end[tags.value_end.index(end) + len(end) :], rules)
+        return f"{self._text_before(end, rules)} {after}"
+
+    def _text_before(self, end: str, rules: CallRules) -> str:
+        """Return the grammar of a text up to and including its end."""
         mark = next((mark for mark in rules.marks if mark.text == end), None)
         if mark is None:
-            line = f"tagged[lazy]: /{ANYTHING}{_quote(end)}/"
-            value = "tagged"
-        else:
-            line, value = f"TAGGED: {_any_but(_containing(end))}", f"TAGGED? {self._mark(mark)}"
-        if line not in self._lines:
-            self._lines.append(line)
-        return f"{value} {after}"
+            self._add_line(f"tagged[lazy]: /{ANYTHING}{_quote(end)}/")
+            return "tagged"
+        self._add_line(f"TAGGED: {_any_but(_containing(end))}")
+        return f"TAGGED? {self._mark(mark)}"
 
-    def _head(self, index: int, function: CallRule, rules: CallRules) -> str:
+    def _head(self, name: str, head: str, rules: CallRules) -> str:
         """Return the beginning of a call. Without a mark before it, it may contain white space like any text
         that a parser recognizes as a call, because texts exclude all such beginnings."""
         if rules.trigger is not None:
-            return self._sequence(function.head, rules)
+            return self._sequence(head, rules)
         if self._has_text_grammar:
             # A single long literal would take precedence over the JSON tokens of the text's own grammar.
-            return (
-                " BLANKS? ".join(json.dumps(part) for part in _JSON_PART.findall(function.head)) + " BLANKS?"
-            )
-        self._lines.append(f"HEAD_{index}: /{_blank_head(function.head)}/")
-        return f"HEAD_{index}"
+            return " BLANKS? ".join(json.dumps(part) for part in _HEAD_PART.findall(head)) + " BLANKS?"
+        self._lines.append(f"{name}: /{_blank_head(head)}/")
+        return name
 
     def _text_or_calls(self, rules: CallRules) -> str:
         if rules.is_required:
@@ -184,7 +218,7 @@ class _AnswerGrammar:
         if reasoning and reasoning.begin:
             yield f"{BLANKS}{_quote(reasoning.begin.text)}{ANYTHING}"
         if calls and calls.trigger is None:
-            heads = [_blank_head(function.head) for function in calls.functions]
+            heads = [_blank_head(calls.begin + function.head) for function in calls.functions]
             # Parsers accept the keys in any order.
             keys = {key for function in calls.functions for key in _LAST_KEY.findall(function.head)}
             heads += [_blank_head("{" + key + ":") for key in sorted(keys)]
@@ -223,7 +257,7 @@ def _limit(rule: ReasoningRule) -> str:
 
 def _blank_head(head: str) -> str:
     """Return a pattern of the head that allows white space around all parts of its JSON."""
-    return "".join(f"{BLANKS}{_quote(part)}" for part in _JSON_PART.findall(head)) + BLANKS
+    return "".join(f"{BLANKS}{_quote(part)}" for part in _HEAD_PART.findall(head)) + BLANKS
 
 
 def _any_but(*patterns: str) -> str:

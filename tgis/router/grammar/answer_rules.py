@@ -36,6 +36,20 @@ class Tags(NamedTuple):
     key_end: str
     value_begin: str
     value_end: str
+    text_key_end: str
+    """Text after the key of a value that is a text."""
+
+
+class Notation(NamedTuple):
+    """Notation of arguments that is not JSON."""
+
+    key_end: str
+    """Text between a key and its value."""
+    separator: str
+    constants: tuple[str, str, str]
+    """Texts of the constants true, false and null."""
+    quote: str = ""
+    """Mark before and after each text; empty if texts, lists and objects are JSON."""
 
 
 class CallRule(NamedTuple):
@@ -49,7 +63,8 @@ class CallRule(NamedTuple):
     field: str
     """Request field of the schema, for example `tools[0].function.parameters`."""
     tags: Tags | None = None
-    """None if the arguments are a JSON object."""
+    notation: Notation | None = None
+    """Without tags and a notation, the arguments are a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,7 @@ class CallRules:
     """Mark that begins the calls, or each call if `begins_each`; None if calls begin with a `head`."""
     begins_each: bool
     begin: str
-    """Text between a trigger and the head that follows it."""
+    """Text between a trigger and the head that follows it; without a trigger, text before the first head."""
     between: str
     """Text between a tail and the next head; the trigger comes after it if `begins_each`."""
     end: str

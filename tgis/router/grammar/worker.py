@@ -149,9 +149,10 @@ def _try(grammar: str, tokenizer: LLTokenizer) -> None:
 
 def _list_values(function: CallRule) -> list[str]:
     """Return the schemas of the JSON values that a call has."""
-    if function.tags is None:
+    if function.tags is None and function.notation is None:
         return [function.schema]
-    return [each.schema for each in read_parameters(function.schema) if not each.is_text]
+    is_json = function.notation is not None
+    return [each.schema for each in read_parameters(function.schema) if is_json or not each.is_text]
 
 
 def _list_schemas(kind: str, text: str, rules: AnswerRules | None) -> Iterator[str]:

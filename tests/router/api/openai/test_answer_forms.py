@@ -1,6 +1,8 @@
 """Tests calls in every format: a request's grammar accepts them as the format's models write them, and the
 parsed answer contains them. The texts below are written by hand."""
 
+import json
+
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
@@ -38,11 +40,16 @@ TEXTS = {
     "mistral_v11": '[TOOL_CALLS]weather[ARGS]{"city": "Bonn"}[TOOL_CALLS]now[ARGS]{}',
     "granite": f"<|tool_call|>[{WEATHER}, {NOW}]",
     "phi4": f"<|tool_call|>[{WEATHER}, {NOW}]<|/tool_call|>",
-    "gemma4": '<|tool_call>call:weather{"city": "Bonn"}<tool_call|><|tool_call>call:now{}<tool_call|>',
+    "gemma4": '<|tool_call>call:weather{city:<|"|>Bonn<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
+    "pythonic": '[weather(city="Bonn"), now()]',
+    "olmo3": '<function_calls>\nweather(city="Bonn")\nnow()\n</function_calls>',
     "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>\n"
     "<tool_call>now\n</tool_call>",
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n</function>\n"
     "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "deepseek_v32": "<｜DSML｜function_calls>\n"
+    '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Bonn</｜DSML｜parameter>\n'
+    '</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     "phi4_functools": f"functools[{WEATHER}, {NOW}]",
     "deepseek_v3": f"{D['calls begin']}{D['call begin']}function{D['sep']}weather\n```json\n"
     f'{{"city": "Bonn"}}\n```{D["call end"]}\n{D["call begin"]}function{D["sep"]}now\n```json\n{{}}\n```'
@@ -51,7 +58,7 @@ TEXTS = {
     f"{D['call begin']}now{D['sep']}{{}}{D['call end']}{D['calls end']}",
 }
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>"]
-MARKS += ["<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"]
+MARKS += ["<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>', "<function_calls>"]
 MARKS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 MARKS += [*D.values(), "<think>", "</think>", "[THINK]", "[/THINK]", *harmony.MARKS]
 
@@ -113,8 +120,8 @@ def test_calls_of_every_format(kind: str, are_marks: bool, vocabularies: dict[bo
             assert takes(tokenizer, form, "hello") == (choice == "auto")
     assert read(form, text, tokenizer) == (None, None, CALLS)
     after_text = read(form, f"hello\n{text}", tokenizer)
-    # Llama 3's calls must be the whole answer.
-    assert after_text == ((None, f"hello\n{text}", []) if kind == "llama3" else (None, "hello", CALLS))
+    is_whole = kind in ("llama3", "pythonic")
+    assert after_text == ((None, f"hello\n{text}", []) if is_whole else (None, "hello", CALLS))
 
 
 TAGGED_SCHEMA = {
@@ -126,7 +133,7 @@ TAGGED_SCHEMA = {
 
 
 @pytest.mark.parametrize("are_marks", [False, True])
-@pytest.mark.parametrize("kind", ["glm45", "qwen3_coder"])
+@pytest.mark.parametrize("kind", ["glm45", "qwen3_coder", "deepseek_v32"])
 def test_values_between_tags_follow_the_schema(
     kind: str, are_marks: bool, vocabularies: dict[bool, Tokenizer]
 ) -> None:
@@ -140,6 +147,14 @@ def test_values_between_tags_follow_the_schema(
         if kind == "glm45":
             pairs = (f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items())
             return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+        if kind == "deepseek_v32":
+            kinds = {key: "false" if key in ("n", "b") else "true" for key in values}
+            parameters = "".join(
+                f'<｜DSML｜parameter name="{k}" string="{kinds[k]}">{v}</｜DSML｜parameter>\n'
+                for k, v in values.items()
+            )
+            invoke = f'<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>'
+            return f"<｜DSML｜function_calls>\n{invoke}\n</｜DSML｜function_calls>"
         pairs = (f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
         return f"<tool_call>\n<function={name}>\n{''.join(pairs)}</function>\n</tool_call>"
 
@@ -150,6 +165,60 @@ def test_values_between_tags_follow_the_schema(
     assert takes(tokenizer, form, write("any", a="x", b="1"))
     for wrong in (write("f", s="x"), write("f", n="x"), write("f", n="1", t="1"), write("g", n="1")):
         assert not takes(tokenizer, form, wrong)
+
+
+NESTED_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"},
+        "n": {"type": "integer", "maximum": 20},
+        "b": {"type": ["boolean"], "enum": [True, None]},
+        "o": {"type": "object", "properties": {"x": {"type": "array", "items": {"type": "boolean"}}}},
+        "p": {"type": "string", "pattern": "^a+$"},
+        "any": {},
+    },
+    "required": ["n"],
+}
+Q = '<|"|>'
+# Arguments in both notations, and as JSON; None for those that the schema forbids.
+NOTED = [
+    ('s="5 \\"<b>\\"", n=12', f's:{Q}5 "<b>"{Q},n:12', {"s": '5 "<b>"', "n": 12}),
+    ("n=1, b=True", "n:1,b:true", {"n": 1, "b": True}),
+    ("n=1, b=None", "n:1,b:null", {"n": 1, "b": None}),
+    ('n=1, o={"x": [true]}', "n:1,o:{x:[true]}", {"n": 1, "o": {"x": [True]}}),
+    ('n=1, p="aa"', 'n:1,p:"aa"', {"n": 1, "p": "aa"}),
+    ('n=1, any=["x", {"y": 1}]', f"n:1,any:[{Q}x{Q},{{y:1}}]", {"n": 1, "any": ["x", {"y": 1}]}),
+    ('n=1, p="b"', f"n:1,p:{Q}b{Q}", None),
+    ("n=1, b=False", "n:1,b:false", None),
+    ("n=30", "n:30", None),
+    ('s="x"', f"s:{Q}x{Q}", None),
+    ('n=1, o={"x": [1]}', "n:1,o:{x:[1]}", None),
+    ("n=1, t=1", "n:1,t:1", None),
+]
+
+
+@pytest.mark.parametrize("are_marks", [False, True])
+@pytest.mark.parametrize("kind", ["gemma4", "pythonic", "olmo3"])
+def test_values_in_other_notations_follow_the_schema(
+    kind: str, are_marks: bool, vocabularies: dict[bool, Tokenizer]
+) -> None:
+    tools = [Tool({"name": "f", "parameters": NESTED_SCHEMA}), Tool({"name": "any", "parameters": {}})]
+    body = ChatRequest(messages=[], tools=tools, tool_choice="required")
+    tokenizer = vocabularies[are_marks]
+    formats = ChatFormats(next(each for each in TOOL_FORMATS if each.name == kind))
+    form = make_form(tokenizer, formats, "", body)
+    write = {
+        "gemma4": "<|tool_call>call:%s{%s}<tool_call|>",
+        "pythonic": "[%s(%s)]",
+        "olmo3": "<function_calls>\n%s(%s)\n</function_calls>",
+    }[kind]
+    for python, loose, arguments in NOTED:
+        text = write % ("f", loose if kind == "gemma4" else python)
+        assert takes(tokenizer, form, text) == (arguments is not None), text
+        if arguments is not None:
+            [(_, read_arguments)] = read(form, text, tokenizer)[2]
+            assert json.loads(read_arguments) == arguments
+        assert takes(tokenizer, form, write % ("any", "z:{x:1}" if kind == "gemma4" else 'z={"x": 1}'))
 
 
 @pytest.mark.parametrize("are_marks", [False, True])

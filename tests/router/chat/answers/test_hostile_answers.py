@@ -1,5 +1,6 @@
 """Check that the answer parser loses no text of hostile answers, keeps its order, and takes linear time."""
 
+import json
 import random
 import time
 from collections.abc import Iterable
@@ -49,16 +50,20 @@ def spell(pieces: Iterable[Piece]) -> str:
     )
 
 
-def is_in_order(pieces: Iterable[Piece], text: str) -> bool:
-    """Return True if the pieces are parts of the text in order."""
+def is_in_order(pieces: Iterable[Piece], text: str, are_converted: bool) -> bool:
+    """Return True if the pieces are parts of the text in order. Arguments that `are_converted` from another
+    notation may instead be any JSON object."""
     position = 0
     for piece in pieces:
         if isinstance(piece, CallBegin) or piece == CallArguments("{}"):
             continue
         begin = text.find(piece.text, position)
-        if begin < 0:
+        if begin < 0 and are_converted and isinstance(piece, CallArguments):
+            assert isinstance(json.loads(piece.text), dict)
+        elif begin < 0:
             return False
-        position = begin + len(piece.text)
+        else:
+            position = begin + len(piece.text)
     return True
 
 
@@ -76,7 +81,7 @@ def check_hostile(seed: int, count: int) -> None:
         reader = parser(kind, has_begun)
         begin = spell(piece for part in parts[:-1] for piece in reader.push(part))
         assert spell(pieces).startswith(begin), "pieces are never withdrawn"
-        assert is_in_order(pieces, text), (kind, text)
+        assert is_in_order(pieces, text, are_converted=kind == "gemma4"), (kind, text)
         reasoning, content, calls = summarize(pieces)
         num_calls += len(calls)
         assert all(call.name in NAMES and call.arguments for call in calls)
@@ -122,6 +127,11 @@ FLOODS = [
     ("mistral", "[TOOL_CALLS]", "["),
     ("mistral_v11", "", "[TOOL_CALLS]f"),
     ("deepseek_v31", "", "<｜tool▁calls▁begin｜>"),
+    ("pythonic", "[f(a=", "["),
+    ("pythonic", "[f(a='", "\\"),
+    ("pythonic", "[", "f(),"),
+    ("olmo3", "<function_calls>", "f(a=1)\n"),
+    ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="f">', '<｜DSML｜parameter name="'),
 ]
 
 

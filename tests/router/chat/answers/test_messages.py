@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.support import harmony_answers
 from tests.support.answers import CallText, parse, split_at_random, summarize
 from tgis.router.chat.answers.messages import MessageParser, MessageScope
 
@@ -40,6 +41,7 @@ CASES: dict[str, tuple[str, tuple[str, str, list[CallText]]]] = {
     ),
     "cut in a header": (f"{THOUGHT}{OPENED}<|channel|>fin", (THOUGHTS, "", [])),
     "cut in a mark": ("<|channel|>final<|message|>Yes.<|retu", ("", "Yes.<|retu", [])),
+    "cut after the first character of a mark": ("<|channel|>final<|message|>a <", ("", "a <", [])),
     "no message": (" Yes <|, no.", ("", " Yes <|, no.", [])),
     "nothing": ("", ("", "", [])),
 }
@@ -76,3 +78,27 @@ def test_stop_sequences_are_searched_in_content(name: str) -> None:
         spans = [span for part in parts for span in scope.push(part)] + scope.flush()
         assert "".join(part for part, _ in spans) == text
         assert "".join(part for part, is_content in spans if is_content) == content
+
+
+def check_random(seed: int, count: int) -> None:
+    r, num_calls, num_thoughts = random.Random(seed), 0, 0
+    for _ in range(count):
+        text = harmony_answers.random_answer(r)
+        expected = harmony_answers.read_messages(text)
+        for parts in ([text], [*text], split_at_random(r, text)):
+            assert summarize(parse(MessageParser(OPENED, True, NAMES), parts)) == expected, text
+            scope = MessageScope(OPENED, True, NAMES)
+            spans = [span for part in parts for span in scope.push(part)] + scope.flush()
+            assert "".join(part for part, _ in spans) == text
+        num_calls += len(expected[2])
+        num_thoughts += bool(expected[0])
+    assert min(num_calls, num_thoughts) > count / 10
+
+
+def test_answers_are_those_of_a_second_reader() -> None:
+    check_random(1, 150)
+
+
+@pytest.mark.slow
+def test_many_answers_are_those_of_a_second_reader() -> None:
+    check_random(2, 20_000)

@@ -38,6 +38,13 @@ def parser(kind: str) -> AnswerParser:
     return AnswerParser(tools=FORMATS[kind], names=NAMES, texts=TEXTS)
 
 
+def write_all(kind: str, r: random.Random) -> str:
+    calls = [write(kind, r) for _ in range(r.choice([1, 2, 3]))]
+    if kind == "deepseek_v32":
+        return f"<｜DSML｜function_calls>\n{''.join(calls)}</｜DSML｜function_calls>"
+    return "\n".join(calls)
+
+
 def write(kind: str, r: random.Random) -> str:
     name = r.choice([*sorted(NAMES)])
     space = r.choice(["", "\n", " \n"])
@@ -45,6 +52,13 @@ def write(kind: str, r: random.Random) -> str:
     if kind == "glm45":
         pairs = (f"<arg_key>{k}</arg_key>{space}<arg_value>{v}</arg_value>" for k, v in values.items())
         return f"<tool_call>{space}{name}\n{space.join(pairs)}{space}</tool_call>"
+    if kind == "deepseek_v32":
+        end = f"</｜DSML｜parameter>{space}"
+        pairs = (
+            f'<｜DSML｜parameter name="{k}" string="{r.choice(["true", "false"])}">{v}{end}'
+            for k, v in values.items()
+        )
+        return f'<｜DSML｜invoke name="{name}">{space}{"".join(pairs)}</｜DSML｜invoke>{space}'
     pairs = (f"<parameter={k}>\n{v}\n</parameter>{space}" for k, v in values.items())
     return f"<tool_call>{space}<function={name}>{space}{''.join(pairs)}</function>{space}</tool_call>"
 
@@ -53,7 +67,7 @@ def write(kind: str, r: random.Random) -> str:
 def test_calls_are_those_of_a_second_reader(kind: str) -> None:
     r = random.Random(1)
     for _ in range(60):
-        text = "\n".join(write(kind, r) for _ in range(r.choice([1, 2, 3])))
+        text = write_all(kind, r)
         pieces = parse(parser(kind), [text])
         assert to_answer(pieces) == ("", read_tagged(kind, text, TEXTS), ""), text
         assert parse(parser(kind), text) == pieces
@@ -62,6 +76,7 @@ def test_calls_are_those_of_a_second_reader(kind: str) -> None:
 
 GLM = "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>"
 QWEN = "<tool_call>\n<function=f>\n<parameter=n>\n"
+DSML = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="'
 MALFORMED = ["<tool_call>f", "<tool_call>f_lon\n</tool_call>", "<tool_call>nope\n</tool_call>"]
 MALFORMED += ["<tool_call>f\n<arg_key>s", "<tool_call>f\n<arg_key>s</arg_key>x"]
 
@@ -77,6 +92,8 @@ def test_text_that_is_no_call_is_content(text: str) -> None:
         ("glm45", f"{GLM}1</arg_value>\n", "", '{"s": "1"}'),
         ("glm45", f"{GLM}wo", "", '{"s": '),
         ("qwen3_coder", f"hi\n{QWEN}True\n</parameter>\n</function>\n</tool_", "hi", '{"n": true}'),
+        ("deepseek_v32", f'{DSML}n" string="false">1</｜DSML｜par', "", '{"n": '),
+        ("deepseek_v32", f'hi\n\n{DSML}n" string="true">1</｜DSML｜parameter>\n', "hi", '{"n": "1"}'),
         ("qwen3_coder", f"{QWEN}NaN\n</parameter>\n</function>\n</tool_call>ok", "ok", '{"n": "NaN"}'),
     ],
 )

@@ -25,13 +25,16 @@ EXPECTED = {
     "deepseek_hybrid": ("deepseek_v31", "think"),
     "deepseek_reasoning": (None, "think"),
     "deepseek_tools": ("deepseek_v3", None),
+    "deepseek_v32": ("deepseek_v32", "think"),
     "gemma4": ("gemma4", "gemma4"),
     "glm45": ("glm45", "think"),
     "gpt_oss": ("harmony", "harmony"),
     "granite_tools": ("granite", "granite"),
     "llama3_tools": ("llama3", None),
+    "llama_pythonic": ("pythonic", None),
     "mistral_reasoning": ("mistral_v11", "mistral"),
     "mistral_tools": ("mistral", None),
+    "olmo3": ("olmo3", None),
     "phi_functools": ("phi4_functools", None),
     "phi_tools": ("phi4", None),
     "qwen3": ("hermes", "think"),
@@ -45,7 +48,7 @@ PUBLISHED = {
     "qwen3_coder": "'<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>'",
 }
 ONE_CALL = {"gpt_oss", "llama3_tools"}
-NO_CONTENT = {"llama3_tools", "mistral_tools"}
+NO_CONTENT = {"llama3_tools", "llama_pythonic", "mistral_tools"}
 ENDS = (
     "</s>",
     "<|end|>\n",
@@ -71,6 +74,7 @@ REASONING = [
     "granite_tools",
     "mistral_reasoning",
     "deepseek_hybrid",
+    "deepseek_v32",
     "gpt_oss",
 ]
 CHECKED = [family for family in EXPECTED if EXPECTED[family][0]]

@@ -1,14 +1,14 @@
 """Parses one tool call, after the parts that precede it."""
 
-import json
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
-from tgis.router.chat.answers import tagged_value
+from tgis.router.chat.answers import python_arguments, tagged_value
+from tgis.router.chat.answers.json_text import write_json
 from tgis.router.chat.answers.loose_value import to_json
 from tgis.router.chat.answers.pieces import CallArguments, CallBegin, Piece
 from tgis.router.chat.answers.text_source import TextSource, Wait
-from tgis.router.chat.formats.types import JsonCall, LooseCall, NamedCall, TaggedCall, ToolFormat
+from tgis.router.chat.formats.types import JsonCall, LooseCall, NamedCall, PythonCall, TaggedCall, ToolFormat
 
 # Further keys with text values that models write into a call.
 OTHER_KEYS = frozenset(("type", "id"))
@@ -50,6 +50,8 @@ class CallReader:
                 is_call = yield from self._read_object(body)
             case NamedCall() as body:
                 is_call = yield from self._read_named(body)
+            case PythonCall():
+                is_call = yield from self._read_python()
             case LooseCall() as body:
                 is_call = yield from self._read_loose(body)
             case TaggedCall() as body:
@@ -57,6 +59,11 @@ class CallReader:
         if is_call and (yield from self._source.has_all(self._format.call[1], may_be_cut=True)):
             self._source.held.clear()
         return is_call
+
+    def may_begin(self) -> Wait[bool]:
+        """Return True if the character that comes next can begin a call."""
+        first = yield from self._source.next_character()
+        return first.isalpha() or first == "_" if isinstance(self._format.body, PythonCall) else first == "{"
 
     def _read_named(self, body: NamedCall) -> Wait[bool]:
         source = self._source
@@ -89,6 +96,21 @@ class CallReader:
         self._emit_call(name, to_json(text, body.quote))
         return True
 
+    def _read_python(self) -> Wait[bool]:
+        source = self._source
+        yield from source.skip_space()
+        name = yield from source.has_any(tuple(self._names))
+        if name is None or not (yield from source.has_all(("(",))):
+            return False
+        parts: list[str] = []
+        yield from source.value(parts.append, python_arguments.ArgumentsScanner())
+        source.held += parts
+        arguments = python_arguments.to_json("".join(parts))
+        if arguments is None:
+            return False
+        self._emit_call(name, arguments)
+        return True
+
     def _read_tagged(self, body: TaggedCall) -> Wait[bool]:
         source = self._source
         yield from source.skip_space()
@@ -97,16 +119,15 @@ class CallReader:
             return False
         separator = "{"
         while (yield from source.has_all((body.key_begin,))):
-            key = yield from source.text_before(body.key_end.strip())
-            source.held.append(key)
-            if not (yield from source.has_all(tuple(filter(None, (body.key_end, body.value_begin))))):
+            key, is_text = yield from self._read_tagged_key(body, name)
+            if is_text is None:
                 break
             if separator == "{":
                 source.held.clear()
                 self._emit(CallBegin(name))
-            self._emit(CallArguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: "))
+            self._emit(CallArguments(f"{separator}{write_json(key)}: "))
             separator = ", "
-            if not (yield from self._read_tagged_value(body, (name, key))):
+            if not (yield from self._read_tagged_value(body, is_text)):
                 return True
         if separator == "{":
             if not (yield from source.is_before(self._format.call[1][0].strip())):
@@ -116,7 +137,19 @@ class CallReader:
         self._emit(CallArguments("}"))
         return True
 
-    def _read_tagged_value(self, body: TaggedCall, parameter: tuple[str, str]) -> Wait[bool]:
+    def _read_tagged_key(self, body: TaggedCall, name: str) -> Wait[tuple[str, bool | None]]:
+        """Parse a key up to its value. Return the key, and whether the value is a text; None if the text is
+        malformed."""
+        source = self._source
+        ends = tuple(end.strip() for end in (body.key_end, body.text_key_end or body.key_end))
+        key = yield from source.text_before(ends[0][:1] if body.text_key_end else ends[0])
+        source.held.append(key)
+        end = yield from source.has_any(ends)
+        if end is None or (body.value_begin and not (yield from source.has_all((body.value_begin,)))):
+            return key, None
+        return key, end == ends[1] if body.text_key_end else (name, key) in self._texts
+
+    def _read_tagged_value(self, body: TaggedCall, is_text: bool) -> Wait[bool]:
         """Parse a value and its end. Return False if the text ends before it."""
         end = body.value_end.strip()
         text = yield from self._source.text_before(end)
@@ -126,7 +159,7 @@ class CallReader:
         self._source.held.clear()
         if body.value_end.startswith("\n"):
             text = text.removeprefix("\n").removesuffix("\n")
-        self._emit(CallArguments(tagged_value.to_json(text, parameter in self._texts)))
+        self._emit(CallArguments(tagged_value.to_json(text, is_text)))
         return True
 
     def _read_object(self, body: JsonCall) -> Wait[bool]:

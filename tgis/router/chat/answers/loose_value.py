@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from tgis.router.chat.answers.json_text import write_json
+
 MAX_DEPTH = 64
 _BARE = re.compile(r"[^,:\[\]{}]+")
 
@@ -16,7 +18,7 @@ def to_json(text: str, quote: str) -> str:
         value = _read(next(tokens), tokens, 0)
         if next(tokens, None) is not None:
             return text
-        return json.dumps(value, ensure_ascii=False)
+        return write_json(value)
     except (ValueError, StopIteration):
         return text
 

@@ -103,7 +103,7 @@ class MessageReader:
             if mark is None:
                 return header
             text = self._emit_held()
-            header = text if text.endswith((harmony.START, *_ENDS)) else header + text
+            header = mark if mark in (harmony.START, *_ENDS) else header + text
         return header
 
     def _emit_held(self) -> str:
@@ -119,6 +119,7 @@ class MessageReader:
             if (mark := (yield from source.has_any(harmony.MARKS))) is not None:
                 return mark
             if not source.has_next(_MARK_BEGIN) and source.is_ended:
+                source.held.append(source.take_all())
                 self._emit_held()
                 return None
 
@@ -137,6 +138,7 @@ class MessageReader:
             if source.has_next(_MARK_BEGIN):
                 self._emit_held()
             elif source.is_ended:
+                self._emit(source.take_all())
                 return False
 
     def _find_part(self, header: str) -> MessagePart:

@@ -137,10 +137,13 @@ class AnswerParser:
         source = self._source
         yield from source.has_all((format.optional_mark,))
         yield from source.skip_space()
+        if not (yield from source.has_all(format.section[0])):
+            yield from self._read_plain()
+            return
         while (yield from calls.read()):
             is_end = not (yield from source.has_all((format.between.strip(SPACE),)))
             yield from source.skip_space()
-            if is_end or (yield from source.begins_value()) != "{":
+            if is_end or not (yield from calls.may_begin()):
                 yield from self._drop_rest()
                 return
         yield from self._read_plain()

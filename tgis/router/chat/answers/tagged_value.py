@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from tgis.router.chat.answers.json_text import write_json
+
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -14,7 +16,7 @@ def to_json(text: str, is_text: bool) -> str:
             return stripped
         if stripped in _PYTHON:
             return _PYTHON[stripped]
-    return json.dumps(text, ensure_ascii=False)
+    return write_json(text)
 
 
 def _is_json(text: str) -> bool:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from tgis.router.chat.answers.json_scanner import BEGINS, JsonScanner
 from tgis.router.chat.formats.types import Parts
@@ -15,6 +15,14 @@ Wait = Generator[None, None, T]
 SPACE = " \t\r\n"
 _SPACES = re.compile(r"[ \t\r\n]*+")
 _ID = re.compile(r"[A-Za-z0-9_-]*+")
+
+
+class Scanner(Protocol):
+    is_done: bool
+    """True once the value has ended."""
+
+    def scan(self, text: str, start: int) -> int:
+        """Return the end of the value, or of its part in `text`, from `start` on."""
 
 
 class TextSource:
@@ -86,10 +94,14 @@ class TextSource:
 
     def begins_value(self) -> Wait[str]:
         """Return the first character of the JSON value that comes next, or an empty string."""
+        first = yield from self.next_character()
+        return first if first in BEGINS else ""
+
+    def next_character(self) -> Wait[str]:
+        """Return the character that comes next; empty at the end."""
         while self._position == len(self._text) and not self.is_ended:
             yield
-        first = self._text[self._position : self._position + 1]
-        return first if first in BEGINS else ""
+        return self._text[self._position : self._position + 1]
 
     def begins_json(self) -> Wait[bool]:
         """Return True if the object that comes next is empty or begins with a key in quotes."""
@@ -106,9 +118,10 @@ class TextSource:
                 return "".join(parts)
             yield
 
-    def value(self, sink: Callable[[str], None]) -> Wait[bool]:
-        """Pass the JSON value that comes next to `sink`, piece by piece. Return True if it is complete."""
-        scanner = JsonScanner()
+    def value(self, sink: Callable[[str], None], scanner: Scanner | None = None) -> Wait[bool]:
+        """Pass the value that comes next, of JSON or a scanner's kind, to `sink`, piece by piece. Return True
+        if it is complete."""
+        scanner = scanner or JsonScanner()
         while True:
             end = scanner.scan(self._text, self._position)
             if end > self._position:

@@ -1,6 +1,14 @@
-"""Tool calls of DeepSeek models. Version 3 writes the arguments in a fenced code block."""
+"""Tool calls of DeepSeek models. Version 3 writes the arguments in a fenced code block, version 3.1 as JSON,
+and version 3.2 between tags that show which values are texts:
 
-from tgis.router.chat.formats.types import NamedCall, ToolFormat
+<｜DSML｜function_calls>
+<｜DSML｜invoke name="look_up">
+<｜DSML｜parameter name="q" string="true">text</｜DSML｜parameter>
+<｜DSML｜parameter name="n" string="false">1</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜function_calls>"""
+
+from tgis.router.chat.formats.types import NamedCall, TaggedCall, ToolFormat
 
 _SECTION = (("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁end｜>",))
 _BEGIN = "<｜tool▁call▁begin｜>"
@@ -22,4 +30,19 @@ DEEPSEEK_V31 = ToolFormat(
     in_template=(_BEGIN, _SEPARATOR),
     section=_SECTION,
     call=((_BEGIN,), (_END,)),
+)
+
+DEEPSEEK_V32 = ToolFormat(
+    "deepseek_v32",
+    TaggedCall(
+        '">\n',
+        '<｜DSML｜parameter name="',
+        '" string="false">',
+        "",
+        "</｜DSML｜parameter>\n",
+        text_key_end='" string="true">',
+    ),
+    in_template=("｜DSML｜", "function_calls", "invoke"),
+    section=(("<｜DSML｜function_calls>\n",), ("</｜DSML｜function_calls>",)),
+    call=(('<｜DSML｜invoke name="',), ("</｜DSML｜invoke>\n",)),
 )

@@ -2,12 +2,12 @@
 
 from typing import NamedTuple, TypeVar
 
-from tgis.router.chat.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from tgis.router.chat.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32
 from tgis.router.chat.formats.gemma import GEMMA4, GEMMA4_REASONING
 from tgis.router.chat.formats.granite import GRANITE, GRANITE_REASONING
 from tgis.router.chat.formats.harmony import HARMONY, HARMONY_REASONING
 from tgis.router.chat.formats.hermes import GLM45, HERMES, QWEN3_CODER
-from tgis.router.chat.formats.llama import LLAMA3
+from tgis.router.chat.formats.llama import LLAMA3, OLMO3, PYTHONIC
 from tgis.router.chat.formats.mistral import MISTRAL, MISTRAL_REASONING, MISTRAL_V11
 from tgis.router.chat.formats.phi import PHI4, PHI4_FUNCTOOLS
 from tgis.router.chat.formats.think import THINK
@@ -17,6 +17,7 @@ from tgis.router.errors import StartupError
 AUTO = "auto"
 NONE = "none"
 TOOL_FORMATS = (
+    DEEPSEEK_V32,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     MISTRAL_V11,
@@ -29,6 +30,8 @@ TOOL_FORMATS = (
     QWEN3_CODER,
     HERMES,
     GRANITE,
+    OLMO3,
+    PYTHONIC,
     LLAMA3,
 )
 """Tool formats in order of precedence: the first one whose texts are in the template is used."""

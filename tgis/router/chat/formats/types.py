@@ -45,9 +45,14 @@ class NamedCall:
 @dataclass(frozen=True)
 class LooseCall:
     """Call that is the function's name and the arguments as an object with bare keys, whose texts are between
-    two quotes. The grammar requires JSON instead, and parsers accept both."""
+    two quotes. Parsers also accept JSON."""
 
     quote: str
+
+
+@dataclass(frozen=True)
+class PythonCall:
+    """Call that is written like a call in Python, with keywords for all arguments."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class TaggedCall:
     key_end: str
     value_begin: str
     value_end: str
+    text_key_end: str = ""
+    """Text after the key of a value that is a text; empty if it is `key_end`."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +79,10 @@ class ChannelCall:
 class ToolFormat:
     """Format of calls, which come last in an answer: `section[0]`, calls separated by `between`,
     `section[1]`. Each call is `call[0]`, its body, `call[1]`. The first part of the section or call, if any,
-    ends the text before the calls."""
+    ends the text before the calls, unless calls are the whole answer."""
 
     name: str
-    body: JsonCall | NamedCall | LooseCall | TaggedCall | ChannelCall
+    body: JsonCall | NamedCall | LooseCall | PythonCall | TaggedCall | ChannelCall
     in_template: Parts
     """Texts in the template by which this format is detected."""
     section: tuple[Parts, Parts] = ((), ())
@@ -84,8 +91,10 @@ class ToolFormat:
     has_short_ids: bool = False
     """True if the template requires call ids of 9 letters and digits."""
     optional_mark: str = ""
-    """Optional mark before the calls, for formats without parts before their calls. In these, the calls are
-    the whole answer."""
+    """Optional mark before the calls, for formats whose calls are the whole answer: those without parts
+    before their calls, and those with `is_whole_answer`."""
+    is_whole_answer: bool = False
+    """True if text before the parts makes the answer a text."""
     other_names: tuple[str, ...] = ()
     """Names of this format in other servers."""
 
@@ -93,7 +102,7 @@ class ToolFormat:
     def trigger(self) -> str | None:
         """Mark that ends the text before the calls; None if calls begin the answer."""
         parts = (*self.section[0], *self.call[0])
-        return parts[0].strip() if parts else None
+        return parts[0].strip() if parts and not self.is_whole_answer else None
 
     @property
     def is_channel(self) -> bool:

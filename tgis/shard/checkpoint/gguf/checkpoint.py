@@ -9,18 +9,21 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tgis.convert.gguf.architectures import find_architecture
 from tgis.convert.gguf.files import FileTensorPlace, open_gguf
-from tgis.convert.gguf.tensor_names import GgufSource, list_sources
+from tgis.convert.gguf.tensor_names import GgufSource, StoredForm, list_sources
 from tgis.errors import OperatorError
 from tgis.shard.checkpoint.format import Format
-from tgis.shard.checkpoint.gguf.tensor import Bytes, GgufStack, GgufTensor
+from tgis.shard.checkpoint.gguf.tensor import Bytes, GgufExperts, GgufStack, GgufTensor
 from tgis.shard.checkpoint.progress import LoadProgress
 from tgis.shard.checkpoint.tensors import (
     FileTensor,
     MissingTensorError,
+    StackedRows,
     StoredTensor,
+    TensorInMemory,
     Transposed,
     WeightsError,
 )
@@ -57,6 +60,10 @@ class GgufCheckpoint:
         taken = self._taken.setdefault(name, set())
         places = [self.files.tensors[each] for each in source.names]
         label = f"{places[0].path}: tensor {' + '.join(source.names)}"
+        if source.form in (StoredForm.EXPERTS, StoredForm.INTERLEAVED_EXPERTS):
+            experts = range(places[0].place.shape[0])
+            parts = [[self._open(place, source, entry) for place in places] for entry in experts]
+            return GgufExperts(parts, label, taken, source.form is StoredForm.INTERLEAVED_EXPERTS)
         if len(places[0].place.shape) > 2 and source.entry is None:
             stacks = [
                 [self._open(place, source, entry) for entry in range(place.place.shape[0])]
@@ -65,7 +72,11 @@ class GgufCheckpoint:
             if len({len(stack) for stack in stacks}) > 1:
                 raise WeightsError(f"{label} have different numbers of experts")
             return GgufStack(stacks, label, taken)
+        if len(places) > 1:
+            return _JoinedTensor([self._open(place, source, None) for place in places], label)
         tensor = self._open(places[0], source, source.entry)
+        if source.form is not None:
+            return _ReshapedTensor(_reshape(tensor, source.form), label)
         return _TransposedTensor(tensor) if source.is_transposed and len(tensor.shape) > 1 else tensor
 
     def fetch_any(self, name: str) -> FileTensor:
@@ -145,6 +156,25 @@ class GgufCheckpoint:
 class _TransposedTensor(Transposed):
     def entry(self, index: int) -> StoredTensor:
         raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
+
+
+class _ReshapedTensor(TensorInMemory):
+    def entry(self, index: int) -> StoredTensor:
+        raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
+
+
+class _JoinedTensor(StackedRows):
+    def entry(self, index: int) -> StoredTensor:
+        raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
+
+
+def _reshape(tensor: GgufTensor, form: StoredForm) -> Tensor:
+    """Return a small tensor in the checkpoint's form."""
+    stored = tensor.read()
+    if form is StoredForm.KERNEL:
+        return stored.unsqueeze(1)
+    vector = stored.flatten()
+    return (-vector).log() if form is StoredForm.DECAY else vector
 
 
 def _find_order(source: GgufSource, num_rows: int, label: str) -> NDArray[np.int64] | None:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.gguf.codes import CODINGS
-from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, StackedRows, Stored, WeightsError
+from tgis.shard.checkpoint.tensors import (
+    ALL,
+    FloatsOnly,
+    ReorderedRows,
+    StackedRows,
+    Stored,
+    Transposed,
+    WeightsError,
+)
 from tgis.tensor_files.gguf_types import GgufType
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -114,6 +122,37 @@ class GgufStack(FloatsOnly):
             raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
         self._taken.add(index)
         return self._entries[index]
+
+
+class GgufExperts(FloatsOnly):
+    """Stack of one matrix per expert, which the checkpoint stores transposed, or of one bias per expert. Each
+    is joined by rows from one or more tensors, whose rows alternate if the stack `is_interleaved`. The index
+    of every requested entry is added to `taken`."""
+
+    def __init__(
+        self, experts: Sequence[Sequence[GgufTensor]], label: str, taken: set[int], is_interleaved: bool
+    ):
+        self._entries = [_join_expert(parts, label, is_interleaved) for parts in experts]
+        self.label = label
+        self._taken = taken
+        self.shape = (len(self._entries), *self._entries[0].shape)
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        return torch.stack([each.read(columns) for each in self._entries[rows]])
+
+    def entry(self, index: int) -> Stored:
+        if index >= len(self._entries):
+            raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
+        self._taken.add(index)
+        return self._entries[index]
+
+
+def _join_expert(parts: Sequence[GgufTensor], label: str, is_interleaved: bool) -> Stored:
+    joined: Stored = StackedRows(parts, label)
+    if is_interleaved:
+        order = torch.arange(joined.shape[0]).view(len(parts), -1).T.flatten()
+        joined = ReorderedRows(joined, order)
+    return Transposed(joined) if len(joined.shape) > 1 else joined
 
 
 def _widen(blocks: Bytes, type: GgufType) -> Tensor:

@@ -5,8 +5,16 @@ from collections.abc import Callable, Iterator
 
 from tgis.router.api.openai.chat.tools import Function, ToolUse
 from tgis.router.chat.formats.harmony import FUNCTIONS, RECIPIENT
-from tgis.router.chat.formats.types import ChannelCall, JsonCall, LooseCall, NamedCall, TaggedCall, ToolFormat
-from tgis.router.grammar.answer_rules import CallRule, CallRules, Mark, Tags
+from tgis.router.chat.formats.types import (
+    ChannelCall,
+    JsonCall,
+    LooseCall,
+    NamedCall,
+    PythonCall,
+    TaggedCall,
+    ToolFormat,
+)
+from tgis.router.grammar.answer_rules import CallRule, CallRules, Mark, Notation, Tags
 
 FindMark = Callable[[str], Mark]
 """Returns the mark with this text. Its token is the one that spells the whole text."""
@@ -21,7 +29,7 @@ def make_call_rules(tool_format: ToolFormat, use: ToolUse, find_mark: FindMark) 
     return CallRules(
         find_mark(trigger) if trigger else None,
         begins_each,
-        begin=_after_trigger(parts),
+        begin=_after_trigger(parts) if trigger else "".join(parts),
         between=tool_format.between,
         end="".join(after),
         functions=tuple(
@@ -37,10 +45,14 @@ def make_call_rules(tool_format: ToolFormat, use: ToolUse, find_mark: FindMark) 
 
 def _texts(tool_format: ToolFormat) -> Iterator[str]:
     """Yield the texts around calls, stripped of white space."""
-    separator = tool_format.body.separator if isinstance(tool_format.body, NamedCall) else ""
     tags: tuple[str, ...] = ()
-    if isinstance(body := tool_format.body, TaggedCall):
-        tags = (body.key_begin, body.key_end, body.value_begin, body.value_end)
+    separator = ""
+    if isinstance(body := tool_format.body, NamedCall):
+        separator = body.separator
+    elif isinstance(body, LooseCall):
+        tags = (body.quote,)
+    elif isinstance(body, TaggedCall):
+        tags = (body.key_begin, body.key_end, body.value_begin, body.value_end, body.text_key_end)
     for parts in (*tool_format.section, *tool_format.call, (separator, tool_format.optional_mark), tags):
         for part in parts:
             if text := part.strip():
@@ -57,18 +69,25 @@ def _after_trigger(parts: tuple[str, ...]) -> str:
 
 def _rule(tool_format: ToolFormat, function: Function, head: str) -> CallRule:
     tail, name = "".join(tool_format.call[1]), function.name
-    tags = None
+    tags = notation = None
     match tool_format.body:
         case JsonCall(name_key, arguments_key):
             head += f"{{{json.dumps(name_key)}: {json.dumps(name)}, {json.dumps(arguments_key)}: "
             tail = "}" + tail
         case NamedCall(separator):
             head += name + separator
-        case LooseCall():
-            head += name
+        case LooseCall(quote):
+            head += name + "{"
+            tail = "}" + tail
+            notation = Notation(":", ",", ("true", "false", "null"), quote)
+        case PythonCall():
+            head += name + "("
+            tail = ")" + tail
+            notation = Notation("=", ", ", ("True", "False", "None"))
         case TaggedCall() as body:
             head += name + body.name_end
-            tags = Tags(body.key_begin, body.key_end, body.value_begin, body.value_end)
+            ends = (body.key_end, body.value_begin, body.value_end, body.text_key_end or body.key_end)
+            tags = Tags(body.key_begin, *ends)
         case ChannelCall():
             head = RECIPIENT + FUNCTIONS + name
-    return CallRule(head, function.schema, tail, function.is_strict, function.field, tags)
+    return CallRule(head, function.schema, tail, function.is_strict, function.field, tags, notation)
