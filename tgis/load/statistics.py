@@ -66,7 +66,7 @@ def relative_half_width(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Bins:
-    """Histogram with bins of the same width in logarithm, because latencies range over orders of magnitude."""
+    """Histogram with bins of the same width in logarithm, because latencies differ so much."""
 
     edges: list[float]
     counts: list[int]

@@ -1,4 +1,4 @@
-"""Load process: reads a job and the start of its run from stdin as JSON lines, and writes what happens to stdout.
+"""Load process: reads a job and the start of its run from stdin as JSON lines, and writes records to stdout.
 
 It serves one job after the other, until stdin ends."""
 

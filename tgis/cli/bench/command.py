@@ -55,7 +55,7 @@ def _run(plan: "Plan", is_quiet: bool) -> dict[str, Any]:
 
 def compare(output: CompareOutput, reports: tuple[str, ...]) -> None:
     """Print the figures of the reports beside each other."""
-    read = {path: read_report(Path(path)) for path in reports}
+    read = [(path, read_report(Path(path))) for path in reports]
     click.echo(compare_reports(read, output.markdown))
 
 

@@ -1,6 +1,6 @@
 """Compares the levels that reports have in common."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tgis.load.errors import LoadError
@@ -12,12 +12,12 @@ NOISE = 0.02
 """Difference that is not marked, unless intervals tell more."""
 
 
-def compare(reports: Mapping[str, dict[str, Any]], is_markdown: bool) -> str:
+def compare(reports: Sequence[tuple[str, dict[str, Any]]], is_markdown: bool) -> str:
     """Return a table for each common level: a row per figure, with the change from the first report.
 
     Raises LoadError if there is none."""
-    names = list(reports)
-    by_label = [{level["label"]: level for level in report["levels"]} for report in reports.values()]
+    names = [name for name, _ in reports]
+    by_label = [{level["label"]: level for level in report["levels"]} for _, report in reports]
     labels = [label for label in by_label[0] if all(label in levels for levels in by_label)]
     if not labels:
         raise LoadError("the reports have no level of the same load")

@@ -55,10 +55,11 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
 def describe_settings(report: Report) -> list[str]:
     settings, workload = report["settings"], report["settings"]["workload"]
     length = f"{settings['requests']} requests" if settings["requests"] else f"{settings['duration_s']} s"
+    tokens = f"Inputs of {workload['input_tokens']} and answers of {workload['output_tokens']} tokens"
+    processes = f"{settings['processes']} load processes"
     lines = [
-        f"{report['began']}, tgis {report['version']}, {length} per run, {settings['processes']} load processes.",
-        f"Inputs of {workload['input_tokens']} and answers of {workload['output_tokens']} tokens, "
-        f"seed {workload['seed']}.",
+        f"{report['began']}, tgis {report['version']}, {length} per run, {processes}.",
+        f"{tokens}, seed {workload['seed']}.",
     ]
     if settings["objectives"]:
         limits = ", ".join(f"{name} ≤ {limit} s" for name, limit in settings["objectives"].items())

@@ -1,1 +1,1 @@
-"""Makes what a measurement sends: conversations, their lengths and constraints, and the times of open loops."""
+"""Makes what a measurement sends: conversations, and the times of open loops."""

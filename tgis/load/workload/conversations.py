@@ -1,5 +1,4 @@
-"""Defines what is sent: a workload makes the conversations of a measurement from a seed, so that load processes
-can make them independently of each other."""
+"""Makes the conversations of a measurement from a seed, so that each load process can make its own."""
 
 import random
 from collections.abc import Sequence
