@@ -26,12 +26,18 @@ class _Reply:
 
     body: bytearray = field(default_factory=bytearray)
     is_complete: bool = False
+    keeps_alive: bool = False
+    parser: httptools.HttpResponseParser = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parser = httptools.HttpResponseParser(self)
 
     def on_body(self, data: bytes) -> None:
         self.body += data
 
     def on_message_complete(self) -> None:
         self.is_complete = True
+        self.keeps_alive = self.parser.should_keep_alive()
 
 
 @dataclass
@@ -80,12 +86,11 @@ class HttpLinks:
     ) -> AsyncIterator[tuple[AsyncIterator[None], _Reply]]:
         """Send a request, and yield an iterator that steps when a part of the answer has arrived."""
         reply = _Reply()
-        parser = httptools.HttpResponseParser(reply)
         try:
             link = await self._connect()
             try:
                 link.writer.write(self._encode(method, path, fields))
-                yield _read(link.reader, parser, reply), reply
+                yield _read(link.reader, reply), reply
             except BaseException:
                 link.writer.transport.abort()
                 raise
@@ -93,7 +98,7 @@ class HttpLinks:
             raise AnswerError(CONNECTION) from error
         except httptools.HttpParserError as error:
             raise AnswerError(PROTOCOL) from error
-        if reply.is_complete and parser.should_keep_alive():
+        if reply.keeps_alive:
             self._idle.append(link)
         else:
             link.writer.close()
@@ -124,17 +129,15 @@ class HttpLinks:
         self._idle.clear()
 
 
-async def _read(
-    reader: asyncio.StreamReader, parser: httptools.HttpResponseParser, reply: _Reply
-) -> AsyncIterator[None]:
+async def _read(reader: asyncio.StreamReader, reply: _Reply) -> AsyncIterator[None]:
     while not reply.is_complete:
         data = await reader.read(CHUNK_BYTES)
         if not data:
             raise AnswerError(CONNECTION)
-        parser.feed_data(data)
+        reply.parser.feed_data(data)
         if len(reply.body) > MAX_BODY_BYTES:
             raise AnswerError(PROTOCOL)
-        status = parser.get_status_code()
+        status = reply.parser.get_status_code()
         if status >= 400:
             raise AnswerError(f"HTTP {status}")
         yield
