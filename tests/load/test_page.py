@@ -15,7 +15,7 @@ from tgis.load.report.files import WRITERS
 
 PAGE = Page(ROOT / "docs" / "measuring.md")
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-SHORT = ["--duration", "0.5", "--input-tokens", "30", "--output-tokens", "4", "--quiet", "--warm-up", "0"]
+SHORT = ["--duration", "2", "--input-tokens", "30", "--output-tokens", "4", "--quiet", "--warm-up", "0"]
 COMMANDS = [command.words[2:] for command in PAGE.commands() if command.words[:2] == ("tgis", "bench")]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tgis.load.errors import LoadError
-from tgis.load.workload.constraints import RULES, Rule, follows, parse_shares
+from tgis.load.workload.constraints import RULES, TextRule, follows, parse_shares
 from tgis.load.workload.conversations import Conversation, ConversationSource, TokenScale, Workload
 from tgis.load.workload.lengths import parse_lengths
 
@@ -113,7 +113,7 @@ def test_files_of_json_lines(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, entries)))
     one, two, three, again = make(4, prompt_file=str(path), output_tokens="8")
     assert [(turn.text, turn.new_tokens) for turn in one.turns] == [("one", 3)]
-    assert (two.turns[0].new_tokens, two.rule) == (8, Rule("regex", "a+"))
+    assert (two.turns[0].new_tokens, two.rule) == (8, TextRule("regex", "a+"))
     assert three.turns[0].text == "three"
     assert again.turns == one.turns
 

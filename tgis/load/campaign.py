@@ -37,7 +37,7 @@ class Level:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """Settings of a measurement."""
 
     endpoint: Endpoint
@@ -71,7 +71,7 @@ class CampaignListener:
 class Campaign:
     """One measurement."""
 
-    def __init__(self, plan: Plan, processes: LoadProcesses, listener: CampaignListener) -> None:
+    def __init__(self, plan: BenchPlan, processes: LoadProcesses, listener: CampaignListener) -> None:
         self._plan = plan
         self._processes = processes
         self._listener = listener
@@ -210,7 +210,7 @@ def sweep_levels(rate: float) -> list[Level]:
     return [Level(f"rate {rate * share:.3g}", rate=rate * share) for share in SWEEP_SHARES]
 
 
-def describe_plan(plan: Plan) -> dict[str, Any]:
+def describe_plan(plan: BenchPlan) -> dict[str, Any]:
     """Return the settings of the report, without credentials."""
     target = plan.endpoint.target
     return {
@@ -234,7 +234,7 @@ def _ignore(fields: dict[str, Any]) -> None:
     """Take progress that nobody watches."""
 
 
-async def run_campaign(plan: Plan, listener: CampaignListener) -> dict[str, Any]:
+async def run_campaign(plan: BenchPlan, listener: CampaignListener) -> dict[str, Any]:
     """Run a measurement, and return its report. Raises LoadError."""
     async with LoadProcesses(plan.num_processes) as processes:
         return await Campaign(plan, processes, listener).run()

@@ -21,7 +21,7 @@ Listener = Callable[[dict[str, Any]], None]
 
 @dataclass
 class RunRecord:
-    """What the processes have recorded in one run."""
+    """Records of the processes of one run."""
 
     records: list[AnswerRecord]
     cpu_shares: list[float]

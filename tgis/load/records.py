@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tgis.load.workload.constraints import Rule
+from tgis.load.workload.constraints import TextRule
 
 
 class ChatTurn(NamedTuple):
@@ -23,7 +23,7 @@ class Prompting:
     """True to generate exactly this number of tokens, whatever the model predicts."""
     seed: int
     temperature: float | None = None
-    rule: Rule | None = None
+    rule: TextRule | None = None
     adapter_id: str | None = None
     soft_prompt_id: str | None = None
 

@@ -17,7 +17,7 @@ from tgis.load.report.files import check_path, read_report, write_report
 from tgis.load.report.texts import write_text
 
 if TYPE_CHECKING:
-    from tgis.load.campaign import Plan
+    from tgis.load.campaign import BenchPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def bench(place: BenchPlace, load: BenchLoad, prompts: BenchPrompts, output: Ben
         write_report(report, path)
 
 
-def _run(plan: "Plan", is_quiet: bool) -> dict[str, Any]:
+def _run(plan: "BenchPlan", is_quiet: bool) -> dict[str, Any]:
     from tgis.load.campaign import CampaignListener, run_campaign
 
     if is_quiet:

@@ -7,7 +7,7 @@ import click
 from tgis.cli.bench.options import BenchLoad, BenchOutput, BenchPlace, BenchPrompts
 from tgis.load.apis.catalogue import Endpoint, choose_api
 from tgis.load.apis.interface import LoadTarget
-from tgis.load.campaign import Level, Plan
+from tgis.load.campaign import BenchPlan, Level
 from tgis.load.errors import LoadError
 from tgis.load.figures import parse_objectives
 from tgis.load.workload.arrivals import read_trace
@@ -22,12 +22,12 @@ WITHOUT_MINIMUM = ("tgi",)
 """APIs that cannot make a text longer than the model does."""
 
 
-def make_plan(place: BenchPlace, load: BenchLoad, prompts: BenchPrompts, output: BenchOutput) -> Plan:
+def make_plan(place: BenchPlace, load: BenchLoad, prompts: BenchPrompts, output: BenchOutput) -> BenchPlan:
     """Return the plan. Raises LoadError and click.UsageError."""
     levels = make_levels(load)
     endpoint = make_endpoint(place, max((level.concurrency for level in levels), default=0) or SATURATING)
     no_limit = load.requests is not None or all(level.trace for level in levels)
-    return Plan(
+    return BenchPlan(
         endpoint=endpoint,
         workload=make_workload(prompts, endpoint.api),
         levels=levels,

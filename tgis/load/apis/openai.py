@@ -8,7 +8,7 @@ from tgis.load.apis.http import PROTOCOL, HttpLinks
 from tgis.load.apis.interface import LoadTarget
 from tgis.load.errors import AnswerError
 from tgis.load.records import AnswerReceiver, Prompting
-from tgis.load.workload.constraints import Rule
+from tgis.load.workload.constraints import TextRule
 
 DONE = b"[DONE]"
 
@@ -63,7 +63,7 @@ class OpenAiClient:
         return fields | _rule_fields(prompting.rule)
 
 
-def _rule_fields(rule: Rule | None) -> dict[str, Any]:
+def _rule_fields(rule: TextRule | None) -> dict[str, Any]:
     """Return the fields of a constraint: OpenAI's for JSON, vLLM's for the others."""
     if rule is None:
         return {}

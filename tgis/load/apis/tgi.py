@@ -8,7 +8,7 @@ from tgis.load.apis.http import PROTOCOL, HttpLinks
 from tgis.load.apis.interface import LoadTarget
 from tgis.load.errors import AnswerError
 from tgis.load.records import AnswerReceiver, Prompting
-from tgis.load.workload.constraints import Rule
+from tgis.load.workload.constraints import TextRule
 
 
 class TgiClient:
@@ -48,7 +48,7 @@ def _fields(prompting: Prompting) -> dict[str, Any]:
     return {"inputs": prompting.text, "parameters": parameters, "stream": True}
 
 
-def _grammar(rule: Rule) -> dict[str, Any]:
+def _grammar(rule: TextRule) -> dict[str, Any]:
     if rule.kind == "json":
         return {"type": "json", "value": rule.value}
     if rule.kind == "regex":

@@ -13,7 +13,7 @@ RuleKind = Literal["json", "regex", "choice"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class TextRule:
     """Constraint of a text."""
 
     kind: RuleKind
@@ -32,9 +32,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 RULES = {
-    "json": Rule("json", SCHEMA),
-    "regex": Rule("regex", r"[a-z]{1,8}-[0-9]{1,4}"),
-    "choice": Rule("choice", ["yes", "no", "unknown"]),
+    "json": TextRule("json", SCHEMA),
+    "regex": TextRule("regex", r"[a-z]{1,8}-[0-9]{1,4}"),
+    "choice": TextRule("choice", ["yes", "no", "unknown"]),
 }
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -61,7 +61,7 @@ def parse_shares(text: str) -> tuple[tuple[str, float], ...]:
     return tuple(shares)
 
 
-def draw_rule(shares: Sequence[tuple[str, float]], source: random.Random) -> Rule | None:
+def draw_rule(shares: Sequence[tuple[str, float]], source: random.Random) -> TextRule | None:
     if not shares:
         return None
     drawn = source.random()
@@ -72,7 +72,7 @@ def draw_rule(shares: Sequence[tuple[str, float]], source: random.Random) -> Rul
     return None
 
 
-def follows(rule: Rule, text: str) -> bool:
+def follows(rule: TextRule, text: str) -> bool:
     """Return True if a complete text is one that the constraint allows.
 
     Of a JSON Schema, it checks the types and the required names of the outermost object."""

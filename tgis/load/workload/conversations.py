@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tgis.load.workload.constraints import Rule, draw_rule
+from tgis.load.workload.constraints import TextRule, draw_rule
 from tgis.load.workload.lengths import parse_lengths
 from tgis.load.workload.prompt_files import FilePrompt, read_prompts
 
@@ -74,7 +74,7 @@ class Conversation:
     index: int
     turns: tuple[Turn, ...]
     seed: int
-    rule: Rule | None = None
+    rule: TextRule | None = None
     adapter_id: str | None = None
     soft_prompt_id: str | None = None
     repeats: int | None = None

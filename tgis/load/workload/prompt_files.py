@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis.load.errors import LoadError
-from tgis.load.workload.constraints import Rule
+from tgis.load.workload.constraints import TextRule
 
 USERS = ("human", "user")
 
@@ -22,7 +22,7 @@ class FilePrompt:
     """0: not given."""
     answers: tuple[str, ...]
     """Recorded answers, whose lengths are wanted if no number is given."""
-    rule: Rule | None = None
+    rule: TextRule | None = None
 
 
 @cache
@@ -75,9 +75,9 @@ def _read_turns(turns: list[tuple[str, str]]) -> FilePrompt | None:
     return FilePrompt(tuple(texts), (0,) * len(texts), tuple(answers)) if texts else None
 
 
-def _read_rule(entry: dict[str, Any]) -> Rule | None:
+def _read_rule(entry: dict[str, Any]) -> TextRule | None:
     if "json_schema" in entry:
-        return Rule("json", entry["json_schema"])
+        return TextRule("json", entry["json_schema"])
     if "regex" in entry:
-        return Rule("regex", entry["regex"])
-    return Rule("choice", entry["choices"]) if "choices" in entry else None
+        return TextRule("regex", entry["regex"])
+    return TextRule("choice", entry["choices"]) if "choices" in entry else None
