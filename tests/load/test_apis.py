@@ -41,7 +41,7 @@ def run(router: Setup, directory: Path, api: str, *flags: str) -> dict[str, Any]
 def check(level: dict[str, Any], num_tokens: float | None = 5) -> None:
     assert (level["errors"], level["faults"], level["succeeded"]) == ({}, {}, 12)
     assert num_tokens is None or level["output_tokens"] == num_tokens
-    assert 35 <= level["input_tokens"] <= 65, "words are as long as the service counts them"
+    assert 45 <= level["input_tokens"] <= 55, "words are as long as the service counts them"
     assert level["requests_per_s"] > 0
     assert 0 < level["ttft"]["p50"] <= level["total"]["p50"]
 

@@ -18,7 +18,7 @@ from tgis.load.workload.arrivals import Process, arrival_times
 from tgis.load.workload.conversations import WORDS, TokenScale, Workload
 
 RUN_DISTANCE = 1_000_000  # between the conversation numbers of two runs, so that no prompt is cached
-PROBE_TOKENS = 2
+PROBE_TOKENS, PROBE_WORDS = 2, 14
 SWEEP_SHARES = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)
 """Rates of a sweep, as shares of the rate of the saturated service."""
 
@@ -34,6 +34,9 @@ class Level:
     """Open loop: requests per second; None: those of the trace."""
     process: Process = "poisson"
     trace: tuple[float, ...] = ()
+
+
+PROBE = Level("probe", concurrency=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,27 +101,24 @@ class Campaign:
         }
 
     async def _probe_scale(self) -> TokenScale:
-        """Return how the service counts tokens, from two short prompts."""
-        counts = []
-        for words in (WORDS[:4], WORDS[4:24]):
-            workload = Workload(
-                seed=self._plan.workload.seed,
-                output_tokens=str(PROBE_TOKENS),
-                may_end_early=True,
-                text=" ".join(words),
-            )
-            job = replace(
-                self._job(Level("probe", concurrency=1)), workload=workload, num_conversations=1, warm_up=0
-            )
-            run = await self._processes.run([job], _ignore)
-            [record] = run.records
-            if record.error is not None:
-                raise LoadError(f"the first request failed: {record.error}")
-            counts.append(record.input_tokens)
-        per_word = (counts[1] - counts[0]) / 16
-        if not all(counts) or per_word <= 0:
+        """Return how the service counts tokens: those of every word once, and those of an empty prompt."""
+        first, *others = [WORDS[start : start + PROBE_WORDS] for start in range(0, len(WORDS), PROBE_WORDS)]
+        once, twice = await self._count_tokens(first), await self._count_tokens(first * 2)
+        overhead = max(0, 2 * once - twice)
+        counts = [once, *[await self._count_tokens(words) for words in others]]
+        if not all(counts):
             return TokenScale()
-        return TokenScale(per_word, max(0.0, counts[0] - 4 * per_word))
+        return TokenScale((sum(counts) - len(counts) * overhead) / len(WORDS), overhead)
+
+    async def _count_tokens(self, words: Sequence[str]) -> int:
+        """Return the service's count for a prompt of these words; 0 if it reports none."""
+        text, seed = " ".join(words), self._plan.workload.seed
+        workload = Workload(seed=seed, output_tokens=str(PROBE_TOKENS), may_end_early=True, text=text)
+        job = replace(self._job(PROBE), workload=workload, num_conversations=1, warm_up=0)
+        [record] = (await self._processes.run([job], _ignore)).records
+        if record.error is not None:
+            raise LoadError(f"the first request failed: {record.error}")
+        return record.input_tokens
 
     async def _measure(self, level: Level) -> Figures:
         """Run a level until it has been repeated often enough."""

@@ -142,7 +142,7 @@ def test_other_files_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_the_live_view_shows_finished_and_running_levels() -> None:
-    console = Console(file=io.StringIO(), width=140)
+    console = Console(file=io.StringIO(), width=90)
     listener = LiveListener(console)
     listener.end(Level("concurrency 1", 1), make_report()["levels"][0])
     listener.begin(Level("concurrency 8", 8), 1)
@@ -152,6 +152,10 @@ def test_the_live_view_shows_finished_and_running_levels() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "concurrency 1" in text
     assert "concurrency 8, run 2" in text
-    assert "3 done, 1 failed, 8 open" in text
+    assert "8 open" in text
+    assert "3 done" in text
+    assert "1 failed" in text
     assert "p50 20.0 ms" in text
     assert "█" in text
+    assert all(len(line.rstrip()) <= 90 for line in text.splitlines())
+    assert len(text.splitlines()) == 5, "no line is wrapped"

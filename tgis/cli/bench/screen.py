@@ -15,7 +15,7 @@ from tgis.load.figures import Figures
 from tgis.load.statistics import make_bins, quantile
 
 BARS = " ▁▂▃▄▅▆▇█"
-NUM_BARS = 40
+NUM_BARS = 24  # with the other columns, less than 80 characters
 KEPT = 5000  # latencies of the running run that are shown
 NOTHING = "–"
 REFRESHES_PER_S = 4
@@ -69,19 +69,24 @@ class LiveListener(CampaignListener):
 
     def end(self, level: Level, figures: Figures) -> None:
         self._done.append((level.label, figures))
+        self._title = ""
 
     def draw(self) -> Table:
         """Return the frame: finished levels, then the running one."""
         table = Table.grid(padding=(0, 2))
         for label, figures in self._done:
             table.add_row(label, *_shown(figures["requests_per_s"], figures["output_tokens_per_s"]), "done")
+        if self._title:
+            self._add_running(table)
+        return table
+
+    def _add_running(self, table: Table) -> None:
         seconds = max(time.monotonic() - self._began, 1e-9)
         rates = _shown(self._counts["done"] / seconds, self._counts["tokens"] / seconds)
-        state = f"{seconds:.0f} s, {self._counts['done']} done, {self._counts['failed']} failed"
-        table.add_row(Text(self._title, style="bold"), *rates, f"{state}, {self._num_open} open")
+        table.add_row(Text(self._title, style="bold"), *rates, f"{seconds:.0f} s, {self._num_open} open")
+        table.add_row("  answers", f"{self._counts['done']} done", f"{self._counts['failed']} failed")
         for name, title in (("first", "first token"), ("token", "per token")):
             table.add_row(f"  {title}", *_draw_latencies(sorted(self._latencies[name])))
-        return table
 
 
 def _shown(requests_per_s: float, tokens_per_s: float) -> tuple[str, str]:
