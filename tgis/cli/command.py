@@ -96,14 +96,54 @@ def command(
 
     It calls `run` with an instance of each type, and with the extra values as keyword arguments."""
 
+    options = _options_of(config_types)
+    return OneLineCommand(
+        name, callback=_with_configs(run, config_types), params=[*extra, *options], help=help
+    )
+
+
+class RunnableGroup(OneLineCommand, click.Group):
+    """Group that is also a command: without a subcommand, it runs itself."""
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., None],
+        help: str,
+        config_types: Sequence[type],
+        commands: Sequence[click.Command],
+    ) -> None:
+        call = _with_configs(run, config_types)
+
+        @click.pass_context
+        def call_alone(context: click.Context, /, **values: Any) -> None:
+            if context.invoked_subcommand is None:
+                call(**values)
+
+        super().__init__(
+            name,
+            callback=call_alone,
+            params=_options_of(config_types),
+            help=help,
+            commands=commands,
+            invoke_without_command=True,
+        )
+
+
+def _options_of(config_types: Sequence[type]) -> list[click.Parameter]:
+    return [one for kind in config_types for one in parameters(kind)]
+
+
+def _with_configs(run: Callable[..., None], config_types: Sequence[type]) -> Callable[..., None]:
+    """Return a callback that calls `run` with an instance of each type, and with the other values."""
+
     def call(**values: Any) -> None:
         configs = [
             kind(**{f.name: values.pop(f.name) for f, _, _ in declared(kind)}) for kind in config_types
         ]
         run(*configs, **values)
 
-    options = [one for kind in config_types for one in parameters(kind)]
-    return OneLineCommand(name, callback=call, params=[*extra, *options], help=help)
+    return call
 
 
 def parameters(config_type: type, is_required: bool = False) -> list[click.Parameter]:

@@ -12,6 +12,7 @@ import click
 
 from tgis import __version__, failpoints, logs
 from tgis.cli import models, prompts
+from tgis.cli.bench.command import command as bench
 from tgis.cli.client.command import command as client
 from tgis.cli.command import VERSION_NAMES, GroupedOption, OneLineGroup
 from tgis.cli.health_probe import health_probe
@@ -191,5 +192,5 @@ def main() -> None:
 for entry in (_serve, health_probe, *models.COMMANDS, *prompts.COMMANDS):
     server_main.add_command(entry)
     main.add_command(entry)
-for entry in (launcher_main, router_main, _engine, _env, client, top):
+for entry in (launcher_main, router_main, _engine, _env, client, top, bench):
     main.add_command(entry)

@@ -1,0 +1,104 @@
+"""`tgis bench` with a real router, over every API."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.router.router_process import Setup, start_router, stop_router
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+FLAGS = ("--grpc-api", "fmaas,vllm-engine", "--http-api", "openai,tgi", "--served-model-name", "m")
+COMMON = ("--input-tokens", "40-60", "--output-tokens", "5", "--requests", "12", "--warm-up", "1")
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    directory = tmp_path_factory.mktemp("router")
+    template = directory / "template.jinja"
+    template.write_text(TEMPLATE)
+    setup = start_router(directory, 1, *FLAGS, "--chat-template", str(template))
+    yield setup
+    assert stop_router(setup) == 0
+
+
+def run(router: Setup, directory: Path, api: str, *flags: str) -> dict[str, Any]:
+    is_grpc = api in ("fmaas", "engine")
+    target = f"127.0.0.1:{router.service.grpc_port}" if is_grpc else router.http
+    path = directory / "report.json"
+    command = [sys.executable, "-m", "tgis", "bench", "--target", target, "--api", api, "--report", str(path)]
+    done = subprocess.run([*command, *COMMON, *flags], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+def check(level: dict[str, Any], num_tokens: float | None = 5) -> None:
+    assert (level["errors"], level["faults"], level["succeeded"]) == ({}, {}, 12)
+    assert num_tokens is None or level["output_tokens"] == num_tokens
+    assert 45 <= level["input_tokens"] <= 55, "words are as long as the service counts them"
+    assert level["requests_per_s"] > 0
+    assert 0 < level["ttft"]["p50"] <= level["total"]["p50"]
+
+
+def test_closed_and_open_loops_of_two_processes(router: Setup, tmp_path: Path) -> None:
+    flags = ("--concurrency", "1,5", "--rate", "100", "--processes", "2", "--temperature", "1")
+    report = run(router, tmp_path, "fmaas", *flags, "--repeat-share", "0.25")
+    assert [level["label"] for level in report["levels"]] == ["concurrency 1", "concurrency 5", "rate 100"]
+    for level in report["levels"]:
+        check(level)
+    assert report["levels"][0]["cached_tokens"] is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["completions", "chat", "tgi", "engine"])
+def test_every_api(api: str, router: Setup, tmp_path: Path) -> None:
+    report = run(router, tmp_path, api, "--concurrency", "4")
+    check(report["levels"][0], None if api == "tgi" else 5)
+
+
+@pytest.mark.slow
+def test_violated_constraints_are_reported(router: Setup, tmp_path: Path) -> None:
+    """The fake shard draws tokens without regard to grammars."""
+    report = run(router, tmp_path, "fmaas", "--constraints", "choice=1", "--output-tokens", "100")
+    assert report["levels"][0]["faults"]["constraint violated"] > 0
+
+
+@pytest.mark.slow
+def test_conversations_send_the_answers_before(router: Setup, tmp_path: Path) -> None:
+    flags = ("--turns", "3", "--input-tokens", "10", "--concurrency", "2", "--requests", "4")
+    report = run(router, tmp_path, "fmaas", *flags)
+    [level] = report["levels"]
+    assert (level["requests"], level["errors"]) == (12, {})
+    assert level["cached_share"] > 0.2
+
+
+@pytest.mark.slow
+def test_a_sweep_ends_beyond_the_saturating_rate(router: Setup, tmp_path: Path) -> None:
+    report = run(router, tmp_path, "fmaas", "--sweep", "--concurrency", "8")
+    saturated, *opened = report["levels"]
+    rates = [level["rate"] for level in opened]
+    assert rates == sorted(rates)
+    assert rates[0] < saturated["requests_per_s"] < rates[-1]
+
+
+@pytest.mark.slow
+def test_repeats_end_when_they_agree(router: Setup, tmp_path: Path) -> None:
+    for precision, low, high in (("100", 2, 2), ("0.001", 4, 4)):
+        report = run(router, tmp_path, "fmaas", "--precision", precision, "--max-repeats", "4")
+        assert low <= len(report["levels"][0]["repeats"]) <= high
+
+
+@pytest.mark.slow
+def test_missing_adapters_are_errors_by_kind(router: Setup, tmp_path: Path) -> None:
+    report = run(
+        router, tmp_path, "fmaas", "--adapters", "none", "--adapter-share", "0.5", "--concurrency", "2"
+    )
+    [level] = report["levels"]
+    assert set(level["errors"]) <= {"INVALID_ARGUMENT", "NOT_FOUND"}
+    assert 0 < sum(level["errors"].values()) < 12

@@ -1,0 +1,152 @@
+"""Open and closed loops against a server that stalls: latencies count from the intended send times."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tgis.load.apis.http import HttpLinks
+from tgis.load.apis.interface import LoadTarget
+from tgis.load.apis.openai import OpenAiClient
+from tgis.load.errors import AnswerError
+from tgis.load.figures import summarize_level
+from tgis.load.job import LoadJob
+from tgis.load.loops import TIMEOUT, LoadRun
+from tgis.load.processes import RunRecord
+from tgis.load.records import AnswerRecord, RunClock
+from tgis.load.workload.arrivals import arrival_times
+from tgis.load.workload.conversations import ConversationSource, TokenScale, Workload
+
+STALL = (0.2, 0.6)  # seconds from the start in which the server answers nothing
+USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 3}}
+EVENTS = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b"}]}, {"choices": [], "usage": USAGE}]
+BODY = "".join(f"data: {json.dumps(event)}\n\n" for event in EVENTS) + "data: [DONE]\n\n"
+
+
+@dataclass
+class StallingServer:
+    target: LoadTarget
+    start: float = 0.0
+    status: str = "200 OK"
+    body: str = BODY
+    num_connections: int = 0
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                await reader.readexactly(length)
+                if STALL[0] <= (now := time.monotonic() - self.start) < STALL[1]:
+                    await asyncio.sleep(STALL[1] - now)
+                answer = f"HTTP/1.1 {self.status}\r\ncontent-length: {len(self.body)}\r\n\r\n{self.body}"
+                writer.write(answer.encode())
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[StallingServer]:
+    server = StallingServer(LoadTarget(address="", model="m"))
+    listener = await asyncio.start_server(server.answer, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    server.target = replace(server.target, address=f"127.0.0.1:{port}")
+    async with listener:
+        yield server
+
+
+async def load(server: StallingServer, block_s: float = 0.0, **fields: object) -> list[AnswerRecord]:
+    """Run a loop; `block_s` is a time for which this process does nothing in the middle."""
+    given: dict[str, object] = {"concurrency": 0, "workload": Workload(output_tokens="2"), **fields}
+    job = LoadJob(
+        api="completions",
+        target=server.target,
+        scale=TokenScale(),
+        first_index=0,
+        step=1,
+        warm_up=0,
+        **given,  # type: ignore[arg-type]
+    )
+    client = OpenAiClient(server.target, is_chat=False)
+    run = LoadRun(job, client, ConversationSource(job.workload, job.scale))
+    server.start = time.monotonic() if not server.start else server.start
+    if block_s:
+        asyncio.get_running_loop().call_later(0.1, time.sleep, block_s)
+    await run.run(RunClock(time.monotonic()))
+    await client.close()
+    return run.records
+
+
+async def test_an_open_loop_counts_the_stall_in_every_request_that_should_have_been_sent() -> None:
+    schedule = tuple(arrival_times("constant", 50, 0.8, None, 0))
+    async with serving() as server:
+        records = await load(server, schedule=schedule)
+        connections = server.num_connections
+    assert [record.error for record in records] == [None] * len(schedule)
+    assert {record.cached_tokens for record in records} == {3}
+    for record in records:
+        expected = STALL[1] - record.intended if STALL[0] <= record.intended < STALL[1] else 0.0
+        assert record.total_s >= expected - 0.01
+    assert sum(record.total_s > 0.1 for record in records) >= 14  # of the 15 sent before the last 0.1 s
+    assert connections < len(schedule), "connections are used again"
+
+
+async def test_a_closed_loop_of_one_client_sees_the_stall_once() -> None:
+    async with serving() as server:
+        records = await load(server, concurrency=1, duration_s=0.8)
+    assert len(records) > 3
+    assert 1 <= sum(record.total_s > 0.3 for record in records) <= 2  # a second one on a busy machine
+
+
+async def test_a_stall_of_the_generator_is_counted_and_reported() -> None:
+    async with serving() as server:
+        server.start = time.monotonic() - 60  # it does not stall
+        records = await load(server, block_s=0.4, schedule=tuple(arrival_times("constant", 50, 0.6, None, 0)))
+    late = [record for record in records if record.sent - record.intended > 0.1]
+    assert len(late) >= 14
+    assert all(record.total_s >= record.sent - record.intended for record in late)
+    figures = summarize_level([RunRecord(records, [0.1], [0.0], 1.0)], None, {})
+    assert "late" in figures["generator"]["bottleneck"]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        ("429 Too Many Requests", "{}", "HTTP 429"),
+        ("200 OK", 'data: {"error": {"message": "lost"}}\n\n', "error in the stream"),
+        ("200 OK", "data: nothing\n\n", "protocol"),
+        ("nonsense", "", "protocol"),
+    ],
+)
+async def test_failures_are_kinds(status: str, body: str, kind: str) -> None:
+    async with serving() as server:
+        server.start, server.status, server.body = 1.0, status, body
+        records = await load(server, concurrency=2, num_conversations=3)
+    assert [record.error for record in records] == [kind] * 3
+
+
+async def test_a_request_without_an_answer_times_out() -> None:
+    async with serving() as server:
+        server.start = time.monotonic() - STALL[0]
+        [record] = await load(server, concurrency=1, num_conversations=1, timeout_s=0.05)
+    assert (record.error, record.arrivals) == (TIMEOUT, [])
+
+
+async def test_answers_of_another_length_are_faults() -> None:
+    async with serving() as server:
+        server.start = 1.0
+        [record] = await load(
+            server, concurrency=1, num_conversations=1, workload=Workload(output_tokens="3")
+        )
+    assert record.faults == ["wrong length"]
+
+
+async def test_a_service_that_is_not_there() -> None:
+    with pytest.raises(AnswerError, match="connection"):
+        await HttpLinks(LoadTarget(address="127.0.0.1:1")).ask("GET", "/")

@@ -1,0 +1,1 @@
+"""Defines `tgis bench`: its options, and what it shows in the terminal."""

@@ -1,0 +1,1 @@
+"""Sends requests over each API, and receives the streams of their answers."""

@@ -1,0 +1,143 @@
+"""Sends requests over HTTP 1.1 and reads answers and event streams, over connections that are used again."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httptools
+
+from tgis.load.apis.interface import LoadTarget
+from tgis.load.errors import AnswerError
+
+CHUNK_BYTES = 1 << 16
+MAX_BODY_BYTES = 64 << 20
+EVENT = b"data:"
+CONNECTION, PROTOCOL = "connection", "protocol"
+"""Kinds of failures without a status."""
+
+
+@dataclass
+class _Reply:
+    """State of one answer; httptools calls the methods."""
+
+    body: bytearray = field(default_factory=bytearray)
+    is_complete: bool = False
+    keeps_alive: bool = False
+    parser: httptools.HttpResponseParser = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parser = httptools.HttpResponseParser(self)
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        self.is_complete = True
+        self.keeps_alive = self.parser.should_keep_alive()
+
+
+@dataclass
+class _Link:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class HttpLinks:
+    """Connections to one service."""
+
+    def __init__(self, target: LoadTarget) -> None:
+        self._target = target
+        self._host, _, port = target.address.rpartition(":")
+        self._port = int(port)
+        self._idle: list[_Link] = []
+        self._context: ssl.SSLContext | None = None
+        if target.is_tls:
+            self._context = ssl.create_default_context(cafile=target.ca_cert)
+            if target.cert is not None:
+                self._context.load_cert_chain(target.cert, target.key)
+
+    async def ask(self, method: str, path: str, fields: dict[str, Any] | None = None) -> Any:
+        """Return the JSON of an answer. Raises AnswerError."""
+        async with self._exchange(method, path, fields) as (parts, reply):
+            async for _ in parts:
+                pass
+        try:
+            return json.loads(reply.body)
+        except ValueError as error:
+            raise AnswerError(PROTOCOL) from error
+
+    async def stream(self, path: str, fields: dict[str, Any]) -> AsyncGenerator[bytes]:
+        """Yield the data of the events. Raises AnswerError."""
+        async with self._exchange("POST", path, fields) as (parts, reply):
+            async for _ in parts:
+                lines = reply.body.split(b"\n")
+                reply.body = lines.pop()
+                for line in lines:
+                    if line.startswith(EVENT):
+                        yield bytes(line[len(EVENT) :].strip())
+
+    @asynccontextmanager
+    async def _exchange(
+        self, method: str, path: str, fields: dict[str, Any] | None
+    ) -> AsyncIterator[tuple[AsyncIterator[None], _Reply]]:
+        """Send a request, and yield an iterator that steps when a part of the answer has arrived."""
+        reply = _Reply()
+        try:
+            link = await self._connect()
+            try:
+                link.writer.write(self._encode(method, path, fields))
+                yield _read(link.reader, reply), reply
+            except BaseException:
+                link.writer.transport.abort()
+                raise
+        except OSError as error:
+            raise AnswerError(CONNECTION) from error
+        except httptools.HttpParserError as error:
+            raise AnswerError(PROTOCOL) from error
+        if reply.keeps_alive:
+            self._idle.append(link)
+        else:
+            link.writer.close()
+
+    async def _connect(self) -> _Link:
+        while self._idle:
+            link = self._idle.pop()
+            if not link.reader.at_eof() and not link.writer.is_closing():
+                return link
+            link.writer.close()
+        return _Link(*await asyncio.open_connection(self._host, self._port, ssl=self._context))
+
+    def _encode(self, method: str, path: str, fields: dict[str, Any] | None) -> bytes:
+        body = b"" if fields is None else json.dumps(fields).encode()
+        lines = [
+            f"{method} {self._target.path}{path} HTTP/1.1",
+            f"host: {self._target.address}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+        ]
+        if self._target.token:
+            lines.append(f"authorization: Bearer {self._target.token}")
+        return "\r\n".join([*lines, "", ""]).encode() + body
+
+    async def close(self) -> None:
+        for link in self._idle:
+            link.writer.close()
+        self._idle.clear()
+
+
+async def _read(reader: asyncio.StreamReader, reply: _Reply) -> AsyncIterator[None]:
+    while not reply.is_complete:
+        data = await reader.read(CHUNK_BYTES)
+        if not data:
+            raise AnswerError(CONNECTION)
+        reply.parser.feed_data(data)
+        if len(reply.body) > MAX_BODY_BYTES:
+            raise AnswerError(PROTOCOL)
+        status = reply.parser.get_status_code()
+        if status >= 400:
+            raise AnswerError(f"HTTP {status}")
+        yield

@@ -1,0 +1,96 @@
+"""Sends requests over OpenAI's completions and chat completions."""
+
+import json
+from contextlib import aclosing
+from typing import Any
+
+from tgis.load.apis.http import PROTOCOL, HttpLinks
+from tgis.load.apis.interface import LoadTarget
+from tgis.load.errors import AnswerError
+from tgis.load.records import AnswerReceiver, Prompting
+from tgis.load.workload.constraints import TextRule
+
+DONE = b"[DONE]"
+
+
+class OpenAiClient:
+    """Client of both, which differ in the prompt and in where the text is."""
+
+    def __init__(self, target: LoadTarget, is_chat: bool) -> None:
+        self._links = HttpLinks(target)
+        self._model = target.model
+        self._is_chat = is_chat
+
+    async def open(self) -> None:
+        """Take the first model of the service if none is given."""
+        models = await self._links.ask("GET", "/v1/models")
+        if self._model is None:
+            try:
+                self._model = str(models["data"][0]["id"])
+            except (KeyError, IndexError, TypeError) as error:
+                raise AnswerError(PROTOCOL) from error
+
+    async def send(self, prompting: Prompting, receiver: AnswerReceiver) -> None:
+        path = "/v1/chat/completions" if self._is_chat else "/v1/completions"
+        async with aclosing(self._links.stream(path, self._fields(prompting))) as events:
+            async for event in events:
+                if event == DONE:
+                    continue
+                try:
+                    _receive(json.loads(event), receiver)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise AnswerError(PROTOCOL) from error
+
+    async def close(self) -> None:
+        await self._links.close()
+
+    def _fields(self, prompting: Prompting) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "model": prompting.adapter_id or self._model,
+            "max_tokens": prompting.new_tokens,
+            "temperature": prompting.temperature or 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._is_chat:
+            fields["messages"] = [{"role": turn.role, "content": turn.text} for turn in prompting.turns]
+        else:
+            fields["prompt"] = prompting.text
+        if prompting.temperature is not None:
+            fields["seed"] = prompting.seed
+        if prompting.is_exact:
+            fields |= {"ignore_eos": True, "min_tokens": prompting.new_tokens}
+        return fields | _rule_fields(prompting.rule)
+
+
+def _rule_fields(rule: TextRule | None) -> dict[str, Any]:
+    """Return the fields of a constraint: OpenAI's for JSON, vLLM's for the others."""
+    if rule is None:
+        return {}
+    if rule.kind == "json":
+        schema = json.loads(rule.value) if isinstance(rule.value, str) else rule.value
+        named = {"name": "answer", "schema": schema, "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": named}}
+    return {"structured_outputs": {rule.kind: rule.value}}
+
+
+def _receive(event: dict[str, Any], receiver: AnswerReceiver) -> None:
+    if "error" in event:
+        raise AnswerError("error in the stream")
+    text = "".join(_text(choice) for choice in event["choices"])
+    receiver.add_text(text)
+    usage = event.get("usage")
+    if usage is None:
+        # Each event with text is taken for a token, until the usage at the end corrects that.
+        receiver.add_tokens(1 if text else 0)
+        return
+    receiver.correct_tokens(usage["completion_tokens"])
+    details = usage.get("prompt_tokens_details") or {}
+    receiver.report(usage["prompt_tokens"], details.get("cached_tokens"))
+
+
+def _text(choice: dict[str, Any]) -> str:
+    if "text" in choice:
+        return str(choice["text"])
+    delta = choice["delta"]
+    return "".join(delta.get(name) or "" for name in ("reasoning_content", "content"))

@@ -1,0 +1,66 @@
+"""Sends requests over the API of Hugging Face's Text Generation Inference."""
+
+import json
+from contextlib import aclosing
+from typing import Any
+
+from tgis.load.apis.http import PROTOCOL, HttpLinks
+from tgis.load.apis.interface import LoadTarget
+from tgis.load.errors import AnswerError
+from tgis.load.records import AnswerReceiver, Prompting
+from tgis.load.workload.constraints import TextRule
+
+
+class TgiClient:
+    """Client of TGI's API, which has no minimum length: texts may be shorter than wanted."""
+
+    def __init__(self, target: LoadTarget) -> None:
+        self._links = HttpLinks(target)
+
+    async def open(self) -> None:
+        await self._links.ask("GET", "/info")
+
+    async def send(self, prompting: Prompting, receiver: AnswerReceiver) -> None:
+        async with aclosing(self._links.stream("/generate_stream", _fields(prompting))) as events:
+            async for event in events:
+                try:
+                    _receive(json.loads(event), receiver)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise AnswerError(PROTOCOL) from error
+
+    async def close(self) -> None:
+        await self._links.close()
+
+
+def _fields(prompting: Prompting) -> dict[str, Any]:
+    parameters: dict[str, Any] = {
+        "max_new_tokens": prompting.new_tokens,
+        "details": True,
+        "decoder_input_details": False,
+        "do_sample": prompting.temperature is not None,
+    }
+    if prompting.temperature is not None:
+        parameters |= {"temperature": prompting.temperature, "seed": prompting.seed}
+    if prompting.adapter_id is not None:
+        parameters["adapter_id"] = prompting.adapter_id
+    if prompting.rule is not None:
+        parameters["grammar"] = _grammar(prompting.rule)
+    return {"inputs": prompting.text, "parameters": parameters, "stream": True}
+
+
+def _grammar(rule: TextRule) -> dict[str, Any]:
+    if rule.kind == "json":
+        return {"type": "json", "value": rule.value}
+    if rule.kind == "regex":
+        return {"type": "regex", "value": rule.value}
+    return {"type": "regex", "value": "|".join(f"({text})" for text in rule.value)}
+
+
+def _receive(event: dict[str, Any], receiver: AnswerReceiver) -> None:
+    if "error" in event:
+        raise AnswerError("error in the stream")
+    receiver.add_tokens(1)
+    if not event["token"].get("special"):
+        receiver.add_text(event["token"]["text"])
+    if details := event.get("details"):
+        receiver.report(details.get("input_length"), None)

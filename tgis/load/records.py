@@ -1,0 +1,131 @@
+"""Defines a request as it is sent, and the record of its answer."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tgis.load.workload.constraints import TextRule
+
+
+class ChatTurn(NamedTuple):
+    role: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompting:
+    """One request, in no API's words."""
+
+    turns: tuple[ChatTurn, ...]
+    new_tokens: int
+    is_exact: bool
+    """True to generate exactly this number of tokens, whatever the model predicts."""
+    seed: int
+    temperature: float | None = None
+    rule: TextRule | None = None
+    adapter_id: str | None = None
+    soft_prompt_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the turns as one text, for APIs without chats."""
+        return "\n".join(turn.text for turn in self.turns)
+
+
+@dataclass
+class AnswerRecord:
+    """Times of one request, in seconds from the start of the run, and what was received."""
+
+    index: int
+    turn: int
+    intended: float
+    """Time at which the request should have been sent, from which latencies are counted."""
+    sent: float
+    wanted_tokens: int
+    arrivals: list[float] = field(default_factory=list)
+    """Times of the messages with new tokens."""
+    counts: list[int] = field(default_factory=list)
+    """Number of generated tokens up to each of these messages."""
+    ended: float = 0.0
+    input_tokens: int = 0
+    cached_tokens: int | None = None
+    """None: the service does not report them."""
+    error: str | None = None
+    """Kind of the failure."""
+    faults: list[str] = field(default_factory=list)
+    """Kinds of checks that the answer has failed."""
+    digest: str | None = None
+    """Digest of the text, if another request must have the same one."""
+    repeats: int | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        return self.counts[-1] if self.counts else 0
+
+    @property
+    def first_token_s(self) -> float | None:
+        return self.arrivals[0] - self.intended if self.arrivals else None
+
+    @property
+    def total_s(self) -> float:
+        return self.ended - self.intended
+
+    @property
+    def token_s(self) -> float | None:
+        """Return the mean time of the tokens after those of the first message."""
+        if not self.counts or self.counts[-1] == self.counts[0]:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.counts[-1] - self.counts[0])
+
+
+class RunClock:
+    """Seconds from the start of a run. Processes of a machine share the monotonic clock."""
+
+    def __init__(self, start: float) -> None:
+        self._start = start
+
+    def __call__(self) -> float:
+        return time.monotonic() - self._start
+
+
+class AnswerReceiver:
+    """Takes what an API's client receives for one request."""
+
+    def __init__(self, record: AnswerRecord, clock: Callable[[], float]) -> None:
+        self.record = record
+        self._clock = clock
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def add_text(self, text: str) -> None:
+        self._texts.append(text)
+
+    def count_tokens(self, num_generated: int) -> None:
+        """Take the number of tokens generated so far."""
+        record = self.record
+        if num_generated > record.output_tokens:
+            record.arrivals.append(self._clock())
+            record.counts.append(num_generated)
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Take the number of tokens of one message."""
+        self.count_tokens(self.record.output_tokens + num_tokens)
+
+    def correct_tokens(self, num_generated: int) -> None:
+        """Take the final number of tokens from a service whose messages do not count them."""
+        record = self.record
+        if not record.counts:
+            self.count_tokens(num_generated)
+        elif num_generated != record.counts[-1]:
+            factor = num_generated / record.counts[-1]
+            record.counts = [max(1, round(count * factor)) for count in record.counts]
+            record.counts[-1] = num_generated
+
+    def report(self, input_tokens: int | None, cached_tokens: int | None) -> None:
+        self.record.input_tokens = input_tokens or self.record.input_tokens
+        if cached_tokens is not None:
+            self.record.cached_tokens = cached_tokens

@@ -1,0 +1,1 @@
+"""Makes what a measurement sends: conversations, and the times of open loops."""
