@@ -179,16 +179,17 @@ def load(
     scheme: Scheme = UNQUANTIZED,
     spec: Spec | None = None,
     factors: Factors = NO_FACTORS,
+    weights: type[Weights] = Weights,
 ) -> Decoder | EncoderDecoderModel:
     """Load this rank's part of the model with weights in `dtype`. The defaults are the CPU's kernels and the
     specification that `config` describes. `factors` smooth activations. Raises UnsupportedModelError and
     WeightsError."""
     spec = spec or make_spec(config)
-    with open_weights(path, config, spec) as weights:
-        common = (group, weights, dtype, kernels or _cpu_kernels())
+    with open_weights(path, config, spec, weights) as opened:
+        common = (group, opened, dtype, kernels or _cpu_kernels())
         parts = Parts(*common, scheme=scheme, sensitivity=describe_sensitivity(spec), factors=factors)
         model = build(spec, parts)
-        refuse_unread(path, weights.list_unread(), config)
+        refuse_unread(path, opened.list_unread(), config)
     if parts.widened:
         logger.warning(
             "%d matrices are kept as %s on this rank, because %d ranks cut them inside groups of codes that "
