@@ -181,9 +181,9 @@ class ModelOptions:
         choices=FRAMEWORKS,
     )
     speculator: str | None = option(
-        "Speculator, a small model that drafts the next tokens (an MLP speculator or Medusa heads): a "
-        "directory, or the id of a model in the local hub cache. Outputs do not change. CPUs only; "
-        "--speculate limits the drafts.",
+        "Speculator, which drafts the next tokens (an MLP speculator, Medusa heads, or a smaller model with "
+        "the same tokenizer): a directory, or the id of a model in the local hub cache. Outputs do not "
+        "change. CPUs only; --speculate limits the drafts.",
         None,
     )
     trust_remote_code: bool = option(

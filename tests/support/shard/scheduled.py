@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tgis.pb import shard_pb2 as pb
 from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.state_pool import StatePool
 from tgis.router.sequence import Details, Sampling, Sequence, Stopping
@@ -37,6 +38,7 @@ class Service:
     interval: int
     max_prompt_tokens: int = 0
     seed: int = 0
+    proposer: Proposer | None = None
     logprobs: dict[Sequence, list[float]] = field(default_factory=dict)
     num_computed: int = 0
     """Number of tokens computed so far."""
@@ -46,7 +48,8 @@ class Service:
         assert self.num_blocks <= info.num_blocks
         assert self.num_states <= info.num_states
         states = StatePool(self.num_states, self.interval)
-        self.scheduler = Scheduler(BlockPool(self.num_blocks, info.block_size, states=states), 8)
+        pool = BlockPool(self.num_blocks, info.block_size, states=states if self.num_states else None)
+        self.scheduler = Scheduler(pool, 8, proposer=self.proposer)
         self.random = random.Random(self.seed)
 
     def run(self, sequences: list[Sequence], loss: float = 0.0) -> None:
@@ -65,7 +68,7 @@ class Service:
                 self.lose()
                 continue
             self.num_computed += answer.num_tokens
-            self.scheduler.apply_answer(step)
+            self.scheduler.apply_answer(step, answer.num_proposed)
             assert not answer.failed
             for sampled in answer.sampled:
                 self.scheduler.append_token(sampled.sequence, sampled.token.token_id)

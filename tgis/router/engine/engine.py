@@ -179,7 +179,7 @@ class Engine:
             if failure.sequence in self._live:
                 self._fail(self._live[failure.sequence], _failed_row(failure))
         self.scheduler.apply_answer(answer.step, answer.num_proposed)
-        if not answer.num_proposed:  # a step with the shards' drafts also computes their speculator
+        if not answer.step.max_proposed:  # a step with the shards' drafts also computes their speculator
             self._budget.observe(answer.num_tokens, answer.forward_s)
         if self._proposer is not None:
             self._proposer.observe(answer.step, answer.drafts, answer.forward_s)

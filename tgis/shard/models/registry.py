@@ -181,13 +181,14 @@ def load(
     spec: Spec | None = None,
     factors: Factors = NO_FACTORS,
     importance: Importance = NO_IMPORTANCE,
+    weights: type[Weights] = Weights,
 ) -> Decoder | EncoderDecoderModel:
     """Load this rank's part of the model with weights in `dtype`. The defaults are the CPU's kernels and the
     specification that `config` describes. `factors` smooth activations, and `importance` is that of the
     columns of matrices that are rounded. Raises UnsupportedModelError and WeightsError."""
     spec = spec or make_spec(config)
-    with open_weights(path, config, spec) as weights:
-        common = (group, weights, dtype, kernels or _cpu_kernels())
+    with open_weights(path, config, spec, weights) as opened:
+        common = (group, opened, dtype, kernels or _cpu_kernels())
         parts = Parts(
             *common,
             scheme=scheme,
@@ -196,7 +197,7 @@ def load(
             importance=importance,
         )
         model = build(spec, parts)
-        refuse_unread(path, weights.list_unread(), config)
+        refuse_unread(path, opened.list_unread(), config)
     if parts.widened:
         logger.warning(
             "%d matrices are kept as %s on this rank, because %d ranks cut them inside groups of codes that "

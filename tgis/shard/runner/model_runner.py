@@ -16,7 +16,7 @@ from tgis.shard.runner.batch_builder import Batch, BatchBuilder
 from tgis.shard.runner.columns import read_column
 from tgis.shard.runner.forward import Forward, Outputs
 from tgis.shard.runner.host_sampler import HostSampler
-from tgis.shard.runner.proposer import SpeculatorProposer
+from tgis.shard.runner.proposer import FollowingProposer
 from tgis.shard.runner.row_table import Integers, RowTable
 from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import Guides
@@ -44,9 +44,9 @@ class HostModelRunner:
         guides: Guides,
         info: pb.InfoResponse,
         adapters: LoadedAdapters,
-        speculator: SpeculatorProposer | None = None,
+        speculator: FollowingProposer | None = None,
     ) -> None:
-        """Create a runner. `speculator` is the proposer of the builder, if that one needs states."""
+        """Create a runner. `speculator` is the proposer of the builder, if that one follows steps."""
         self.info = info
         self.adapters = adapters
         self.model = forward.model
@@ -70,6 +70,8 @@ class HostModelRunner:
         response = pb.StepResponse(step_id=request.step_id)
         for problem in close_and_open(request, self._table, self._guides):
             report_problem(response, problem, self._is_answering)
+        if self._speculator is not None and request.opened_rows:
+            self._speculator.open_rows(np.array([message.row for message in request.opened_rows]))
         if (states := self._builder.states) is not None:
             open_states(request, states)
         failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
@@ -94,7 +96,7 @@ class HostModelRunner:
             x = x.clone()  # rows that are computed again without drafts overwrite it
         self._sampler.answer(work, adapters, (x, logits), response)
         if self._speculator is not None:
-            self._speculator.keep_states(work.rows, work.starts, work.layout.begins, x, adapters)
+            self._speculator.follow(work.rows, work.starts, work.layout.begins, x, adapters)
 
     def _compute(self, rows: Integers) -> Outputs:
         return self.forward(self._builder.pack_work(self._builder.find_last(rows)))

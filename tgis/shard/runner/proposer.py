@@ -23,8 +23,29 @@ class DraftProposer(Protocol):
         prompt and generated tokens of each row; the model has not computed the last one yet."""
 
 
+class FollowingProposer(DraftProposer, Protocol):
+    """`DraftProposer` that follows the rows' steps."""
+
+    def reset(self) -> None:
+        """Forget all rows."""
+
+    def open_rows(self, rows: Integers) -> None:
+        """Forget what is known of rows [n] that were opened again."""
+
+    def follow(
+        self,
+        rows: Integers,
+        starts: Integers,
+        begins: Integers,
+        x: Tensor,
+        adapters: TokenAdapters | None,
+    ) -> None:
+        """Follow the rows [num_seqs] of a step after their tokens were sampled. A row's tokens from position
+        `starts` on begin at index `begins` [num_seqs + 1] of the model's output `x`."""
+
+
 class SpeculatorProposer:
-    """`DraftProposer` by a speculator. It keeps the state from which each row's last token was sampled."""
+    """`FollowingProposer` by a speculator. It keeps the state before the last token of each row."""
 
     def __init__(self, speculator: Speculator, model: SpeculativeModel, table: RowTable) -> None:
         self._speculator = speculator
@@ -36,10 +57,12 @@ class SpeculatorProposer:
         self._lengths = np.zeros(num_rows, np.int64)
 
     def reset(self) -> None:
-        """Forget all states."""
         self._lengths[:] = 0
 
-    def keep_states(
+    def open_rows(self, rows: Integers) -> None:
+        self._lengths[rows] = 0
+
+    def follow(
         self,
         rows: Integers,
         starts: Integers,
@@ -47,8 +70,7 @@ class SpeculatorProposer:
         x: Tensor,
         adapters: TokenAdapters | None,
     ) -> None:
-        """Keep the states of a step's rows [num_seqs] after their tokens were sampled. A row's tokens from
-        position `starts` on begin at index `begins` [num_seqs + 1] of the model's output `x`."""
+        """Keep the states of a step's rows."""
         lengths = self._table.lengths[rows]
         # The last token was sampled from the state of the one before it.
         at = lengths - 2 - starts

@@ -1,6 +1,7 @@
 """State of a shard's sequences, in arrays indexed by row. The router can rebuild it with its messages."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +92,14 @@ class RowTable:
         self._adapters = adapters
         self.row_adapters = RowAdapters(max_rows, device)
         self._traits: dict[bytes, Traits] = {}
+
+    def share_rows(self) -> "RowTable":
+        """Return a table of the same rows for another model, which knows no soft prompts and adapters, and
+        whose rotary positions are always scaled as in short rows."""
+        table = copy.copy(self)
+        table.limits = replace(self.limits, rope_switch_len=0)
+        table.row_adapters = RowAdapters(len(self.rows), self.device)
+        return table
 
     def reset(self) -> None:
         self.is_open[:] = False

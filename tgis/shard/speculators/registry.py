@@ -11,10 +11,12 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.checkpoint.weights import Source
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Parts
+from tgis.shard.models import registry as models
 from tgis.shard.models.config_reader import Config
 from tgis.shard.models.interface import Model, SpeculativeModel, UnsupportedModelError
 from tgis.shard.models.parts.states import find_state_shape
-from tgis.shard.speculators import medusa, mlp
+from tgis.shard.speculators import draft_model, medusa, mlp
+from tgis.shard.speculators.draft_model import DraftModel, Served
 from tgis.shard.speculators.finite_weights import FiniteWeights
 from tgis.shard.speculators.interface import Speculator, SpeculatorError
 
@@ -40,25 +42,42 @@ class SpeculatorKind(Protocol):
 KINDS: tuple[SpeculatorKind, ...] = (mlp, medusa)
 
 
-def load_speculator(directory: Path, model: Model, dtype: torch.dtype) -> Speculator:
+def load_speculator(
+    directory: Path, model: Model, dtype: torch.dtype, tokenizer_directory: Path, max_sequence_length: int
+) -> Speculator | DraftModel:
     """Load the speculator in a directory, whole on every rank, with weights in `dtype`. Raises
-    SpeculatorError if it cannot be used with the model."""
+    SpeculatorError if it cannot be used with the model, which has the tokenizer in another directory."""
     try:
-        return _load(directory, model, dtype)
+        config = read_json(directory, "config.json")
+        kind = _find_kind(config)
+        if not isinstance(model, SpeculativeModel):
+            name = draft_model.NAME if kind is None else kind.NAME
+            raise UnsupportedModelError(f"{name} needs a decoder that the service's own engine runs")
+        if find_state_shape(model.spec, 1) is not None:
+            raise UnsupportedModelError("the model keeps a state, which drafts cannot roll back")
+        if kind is None:
+            served = Served(model, tokenizer_directory, max_sequence_length)
+            return draft_model.load_draft_model(directory, config, served, dtype)
+        return _load(directory, config, kind, model, dtype)
     except (ModelNotFoundError, UnsupportedModelError, WeightsError) as error:
         raise SpeculatorError(f"--speculator {directory}: {error}") from error
 
 
-def _load(directory: Path, model: Model, dtype: torch.dtype) -> Speculator:
-    config = read_json(directory, "config.json")
+def _find_kind(config: Config) -> SpeculatorKind | None:
+    """Return the kind of a speculator that reads states, or None for a draft model. Raises
+    UnsupportedModelError for another config.json."""
     kind = next((kind for kind in KINDS if kind.reads(config)), None)
-    if kind is None:
+    if kind is None and not models.is_known(config):
         known = ", ".join(kind.NAME for kind in KINDS)
-        raise UnsupportedModelError(f"its config.json describes none of these kinds: {known}")
-    if not isinstance(model, SpeculativeModel):
-        raise UnsupportedModelError(f"{kind.NAME} needs a decoder that the service's own engine runs")
-    if find_state_shape(model.spec, 1) is not None:
-        raise UnsupportedModelError("the model keeps a state, which drafts cannot roll back")
+        raise UnsupportedModelError(
+            f"its config.json describes none of these kinds: {known}, {draft_model.NAME}"
+        )
+    return kind
+
+
+def _load(
+    directory: Path, config: Config, kind: SpeculatorKind, model: SpeculativeModel, dtype: torch.dtype
+) -> Speculator:
     checkpoint = Checkpoint(directory, kind.FILES)
     device = model.parts.kernels.device
     with FiniteWeights(directory, kind.sources(config), kind.PREFIX, checkpoint=checkpoint) as weights:

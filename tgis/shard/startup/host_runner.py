@@ -8,11 +8,12 @@ from tgis.shard.attention.layered import open_attention
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import Model, SpeculativeModel
 from tgis.shard.runner.batch_builder import BatchBuilder
+from tgis.shard.runner.draft_proposer import DraftLimits, DraftModelProposer
 from tgis.shard.runner.forward import Forward
 from tgis.shard.runner.model_runner import HostModelRunner
-from tgis.shard.runner.proposer import SpeculatorProposer
+from tgis.shard.runner.proposer import FollowingProposer, SpeculatorProposer
 from tgis.shard.runner.row_table import RowTable
-from tgis.shard.startup.platform import Platform, RunnerParts
+from tgis.shard.startup.platform import DraftParts, Platform, RunnerParts
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class HostRunners:
         attention = open_attention(parts.cache, self.attention)
         table = RowTable(parts.max_rows, parts.limits, on.device, parts.adapters)
         forward = self._make_forward(parts.model, attention, parts.can_capture)
-        proposer = _make_proposer(parts, table)
+        proposer = self._make_proposer(parts, table)
         builder = BatchBuilder(table, attention, proposer, states=parts.states)
         return HostModelRunner(forward, builder, parts.guides, parts.info, parts.adapters, proposer)
 
@@ -37,9 +38,16 @@ class HostRunners:
 
         return GraphForward(model, attention)
 
-
-def _make_proposer(parts: RunnerParts, table: RowTable) -> SpeculatorProposer | None:
-    if parts.speculator is None:
-        return None
-    assert isinstance(parts.model, SpeculativeModel), "the speculator was loaded for it"
-    return SpeculatorProposer(parts.speculator, parts.model, table)
+    def _make_proposer(self, parts: RunnerParts, table: RowTable) -> FollowingProposer | None:
+        speculator = parts.speculator
+        if speculator is None:
+            return None
+        if isinstance(speculator, DraftParts):
+            attention = open_attention(speculator.cache, self.attention)
+            # Every rank has the whole model, so its steps use no collectives.
+            forward = self._make_forward(speculator.draft.model, attention, can_capture=True)
+            builder = BatchBuilder(table.share_rows(), attention)
+            limits = DraftLimits(parts.info.num_blocks, speculator.max_step_tokens)
+            return DraftModelProposer(speculator.draft, forward, builder, limits)
+        assert isinstance(parts.model, SpeculativeModel), "the speculator was loaded for it"
+        return SpeculatorProposer(speculator, parts.model, table)

@@ -34,6 +34,7 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
+from tgis.shard.speculators.draft_model import DraftModel
 from tgis.shard.speculators.interface import Speculator, SpeculatorError
 from tgis.shard.speculators.registry import load_speculator
 from tgis.shard.startup import choose_platform, engine_choice, memory_plan
@@ -41,7 +42,7 @@ from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.cache_type import CacheType, choose_cache_type
 from tgis.shard.startup.engine_choice import Choice
 from tgis.shard.startup.memory_plan import GIB, MIB, Demand, MemoryBudget
-from tgis.shard.startup.platform import Platform, RunnerParts, configure_torch
+from tgis.shard.startup.platform import DraftParts, Platform, RunnerParts, configure_torch
 from tgis.shard.startup.quantize import check as quantize_check
 from tgis.shard.startup.quantize import probe as quantize_probe
 from tgis.shard.startup.quantize.probe import NO_INPUTS, Probe
@@ -165,13 +166,14 @@ class LoadPlan:
         )
         return runner
 
-    def _load_speculator(self, model: Model) -> Speculator | None:
+    def _load_speculator(self, model: Model) -> Speculator | DraftModel | None:
         path = self.config.speculator
         if path is None:
             return None
         if self.on.device.type != "cpu":
             raise SpeculatorError(f"--speculator {path}: speculators run only on CPUs: set --device cpu")
-        return load_speculator(Path(path), model, self.dtype)
+        length = self.demand.max_sequence_length
+        return load_speculator(Path(path), model, self.dtype, self.tokenizer_directory, length)
 
     def _open_probe(self, group: ProcessGroup) -> Probe | None:
         longest = min(self.demand.max_sequence_length - 1, self.config.max_step_tokens)
@@ -267,12 +269,17 @@ class _Loaded:
     group: ProcessGroup
     guides: Guides
     adapters: LoadedAdapters
-    speculator: Speculator | None
+    speculator: Speculator | DraftModel | None
 
     @property
     def block_bytes(self) -> int:
-        dtype = self.plan.cache_type.dtype
-        return bytes_per_block(self.model.spec, self.group, self.plan.demand.block_size, dtype)
+        """Bytes of a block, including a draft model's keys and values."""
+        size, dtype = self.plan.demand.block_size, self.plan.cache_type.dtype
+        num_bytes = bytes_per_block(self.model.spec, self.group, size, dtype)
+        if isinstance(self.speculator, DraftModel):
+            draft = self.speculator.model
+            num_bytes += bytes_per_block(draft.spec, draft.parts.group, size, dtype)
+        return num_bytes
 
     @property
     def can_capture(self) -> bool:
@@ -339,9 +346,18 @@ class _Loaded:
             limits,
             demand.max_batch_size,
             self.can_capture,
-            self.speculator,
+            self._open_speculator(num_blocks),
         )
         return on.make_runner(on, parts)
+
+    def _open_speculator(self, num_blocks: int) -> Speculator | DraftParts | None:
+        if not isinstance(self.speculator, DraftModel):
+            return self.speculator
+        draft = self.speculator.model
+        dtype = self.plan.cache_type.dtype
+        block_size = self.plan.demand.block_size
+        cache = memory_plan.allocate(draft.spec, draft.parts.group, dtype, block_size, num_blocks)
+        return DraftParts(self.speculator, cache, self.plan.config.max_step_tokens)
 
 
 def _count_state_bytes(config: ShardConfig, choice: Choice) -> int:

@@ -22,6 +22,7 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides
+from tgis.shard.speculators.draft_model import DraftModel
 from tgis.shard.speculators.interface import Speculator
 
 # From glibc's malloc.h.
@@ -68,6 +69,15 @@ class KernelCompiler:
 
 
 @dataclass(frozen=True)
+class DraftParts:
+    """Draft model with its cache, which has the served model's blocks."""
+
+    draft: DraftModel
+    cache: AnyCache
+    max_step_tokens: int
+
+
+@dataclass(frozen=True)
 class RunnerParts:
     """Parts of a model runner other than its platform."""
 
@@ -80,7 +90,7 @@ class RunnerParts:
     limits: RowLimits
     max_rows: int
     can_capture: bool  # the model's steps can be captured
-    speculator: Speculator | None = None
+    speculator: Speculator | DraftParts | None = None
 
 
 @dataclass(frozen=True)

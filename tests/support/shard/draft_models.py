@@ -1,0 +1,64 @@
+"""Draft models, and transformers as the oracle of their proposals."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tgis.router.scheduling.step import DraftResult, Drafts, Step
+from tgis.router.sequence import Sequence as Row
+
+MAX_DRAFTS = 4
+
+
+def write_neox(directory: Path, vocab_size: int) -> Path:
+    """Write a model of another family than Llama, with other widths."""
+    torch.manual_seed(4)
+    config = transformers.GPTNeoXConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=512,
+        initializer_range=0.5,
+    )
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def change_config(directory: Path, **values: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+class Oracle:
+    """Transformers' model in a directory. `num_token_ids` limits its tokens."""
+
+    def __init__(self, directory: Path, num_token_ids: int) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.vocab_size: int = self._model.config.vocab_size
+        self._num_token_ids = num_token_ids
+
+    @torch.inference_mode()
+    def check(self, known: Sequence[int], proposed: Sequence[int]) -> None:
+        """Check that each proposed token is the most likely one after those before it."""
+        ids = [*known, *proposed]
+        logits = self._model(torch.tensor([ids[:-1]])).logits[0, len(known) - 1 :, : self._num_token_ids]
+        assert logits.argmax(-1).tolist() == list(proposed)
+
+
+class AlwaysDrafts:
+    """`Proposer` of the router that requests drafts of every sequence."""
+
+    def begin(self, num_sequences: int, max_drafts: int) -> bool:
+        return max_drafts > 0
+
+    def propose(self, sequence: Row, max_drafts: int) -> Drafts:
+        return Drafts(max_proposed=max(0, min(max_drafts, MAX_DRAFTS)), waits=True)
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+        pass

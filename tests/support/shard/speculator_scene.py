@@ -1,0 +1,89 @@
+"""A model with requests and their outputs, which speculators must not change."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.support.shard.checkpoints import write_llama
+from tests.support.shard.drafting import DraftingRouter, Foreseen
+from tests.support.shard.driver import Request, Router, configure, prompts
+from tests.support.shard.messages import EVERY_PARAMETER, GREEDY, SAMPLE
+from tests.support.shard.speculators import Text, read_texts
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.shard.runner.model_runner import HostModelRunner
+from tgis.shard.runner.row_table import Integers, TokenIds
+from tgis.shard.startup.load import load
+
+VOCAB_SIZE = 403
+EOS = 1
+EVERYTHING = {"logprobs": True, "ranks": True, "top_n": 3}
+SAMPLINGS: list[dict[str, Any]] = [
+    GREEDY,
+    {**GREEDY, "repetition_penalty": 1.6},
+    SAMPLE,
+    {**SAMPLE, "top_k": 5, "temperature": 0.5},
+    EVERY_PARAMETER,
+]
+DETAILS: list[dict[str, Any]] = [{}, EVERYTHING, {**EVERYTHING, "raw": True}]
+GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
+
+
+class Base(NamedTuple):
+    """Model, requests with their outputs, and their texts with states."""
+
+    directory: Path
+    requests: list[Request]
+    texts: list[Text]
+
+
+def make_requests() -> list[Foreseen]:
+    rng = random.Random(5)
+    requests = []
+    for i, prompt in enumerate(prompts(5, 20, longest=30)):
+        sampling = {**SAMPLINGS[i % len(SAMPLINGS)]}
+        if not sampling["greedy"]:
+            sampling["seed"] = rng.getrandbits(64)
+        grammar = GRAMMAR if i % 7 == 3 else None
+        requests.append(Foreseen(prompt, rng.randint(8, 30), [EOS], sampling, DETAILS[i % 3], grammar))
+    return requests
+
+
+def write_base(directory: Path) -> Base:
+    write_llama(directory, vocab_size=VOCAB_SIZE, hidden_size=64, eos_token_id=EOS)
+    write_byte_level(directory, 400)
+    requests: list[Request] = [*make_requests()]
+    Router(load(configure(directory)), 3).run(list(requests))
+    return Base(directory, requests, read_texts(directory, [r.prompt + r.generated for r in requests]))
+
+
+class Recorder:
+    """Proposer that records what the runner's own one proposes for known tokens."""
+
+    def __init__(self, runner: HostModelRunner) -> None:
+        proposer = runner._speculator
+        assert proposer is not None
+        self._proposer = proposer
+        self.proposed: list[tuple[list[int], list[int]]] = []
+        runner._builder._proposer = self
+
+    def propose(self, rows: Integers, token_ids: Sequence[TokenIds], max_drafts: Integers) -> list[TokenIds]:
+        proposed = self._proposer.propose(rows, token_ids, max_drafts)
+        for known, ids, limit in zip(token_ids, proposed, max_drafts.tolist(), strict=True):
+            assert len(ids) <= limit
+            self.proposed.append((known.tolist(), ids.tolist()))
+        return proposed
+
+
+def check_outputs(runner: HostModelRunner, base: Base, seed: int = 0) -> DraftingRouter:
+    """Check that requests get the outputs that they get without drafts."""
+    runner.reset()
+    requests = make_requests()
+    router = DraftingRouter(runner, 1.0, seed, left_to_shard=1.0)
+    router.run([*requests])
+    for request, plain in zip(requests, base.requests, strict=True):
+        assert (request.generated, request.tops, request.ranks) == (plain.generated, plain.tops, plain.ranks)
+        if request.details:
+            assert request.logprobs == plain.logprobs
+    assert router.num_proposed > 50
+    return router
