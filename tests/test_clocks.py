@@ -16,6 +16,7 @@ ALLOWED = {
     "prompts/artifact_cache.py": "the age of a file",
     "prompts/snapshot.py": "the age of a file",
     "cli/top/screen.py": "the time of a frame",
+    "load/campaign.py": "when a measurement began",
     "router/api/openai/answers/dates.py": "when an answer was made",
     "router/api/vllm_engine/cache_feed.py": "when blocks changed; numbers that grow with restarts",
     "router/api/vllm_engine/load_records.py": "when a load was read",

@@ -87,6 +87,7 @@ def test_arithmetic_of_cpus_on_a_gpu(
     on = late_platform(LateDevice())
     monkeypatch.setattr(choose_platform, "find_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(choose_platform, "make_platform", lambda *_: on)
+    caplog.set_level(logging.WARNING)
     assert prepare(configure(model_path)).on is on
     assert not caplog.messages
     prepare(configure(model_path, cpu_arithmetic="bfloat16"))

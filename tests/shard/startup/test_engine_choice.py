@@ -30,9 +30,8 @@ CONFIGS = {
     "encoder-decoder": transformers.MT5Config(),
     "ALiBi": transformers.BloomConfig(),
     "attention sinks": transformers.GraniteSWAConfig(),
-    "different layers": transformers.Gemma4TextConfig(**SMALL, head_dim=8),
 }
-ONLY_OURS = ("encoder-decoder", "ALiBi", "attention sinks", "different layers")
+ONLY_OURS = ("encoder-decoder", "ALiBi", "attention sinks")
 THEIRS = ("hf_transformers", "hf_accelerate")
 CHOICES = [
     ("ours", None, 1, "tgis_native"),
