@@ -283,7 +283,7 @@ ROWS = (
                 [
                     Query(
                         f"{total('tgi_speculation_accepted_tokens_by_position_total', 'position')}"
-                        f" / on () group_left {total('tgi_speculation_drafts_total')}",
+                        f" / scalar({total('tgi_speculation_drafts_total')})",
                         "{{position}}",
                     )
                 ],

@@ -15,7 +15,7 @@ DASHBOARD, RULES, RULES_TEST = (
 )
 WORDS = set(
     "sum by rate increase histogram_quantile and or unless on ignoring max_over_time last_over_time "
-    "without bool".split()
+    "without bool scalar".split()
 )  # functions and keywords of PromQL that we use
 MATCHER = re.compile(r"(\w+)\s*(=~|!=|!~|=)\s*\"([^\"]*)\"")
 GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")

@@ -10,7 +10,7 @@ from numba import carray
 
 from tgis.shard.kernels.cpu.attention.elements.conversion import CACHE_ELEMENTS, as_element
 from tgis.shard.kernels.cpu.attention.elements.float8 import loses_nan
-from tgis.shard.kernels.cpu.attention.elements.int8 import INT8_ELEMENTS, has_scales, write_scale
+from tgis.shard.kernels.cpu.attention.elements.int8 import has_scales, write_scale
 from tgis.shard.kernels.cpu.attention.elements.rotation import rotate
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, TALL
 from tgis.shard.kernels.cpu.attention.segments import SegmentPart, find_first_key, result_size
@@ -195,7 +195,7 @@ def _write_codes(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
     keep_alive(key)
 
 
-def _write_kernel(element: Any, write_token: Any = _write_token) -> Kernel:
+def _write_kernel(element: Any) -> Kernel:
     def write(args: Any) -> None:
         keys, values, num_kv_heads, head_dim, block_size, width = operands(args, 1, 6)
         table, new_keys, new_values, key_bits, value_bits = operands(args, 7, 5)
@@ -209,15 +209,16 @@ def _write_kernel(element: Any, write_token: Any = _write_token) -> Kernel:
         first = next_unit(args) * TOKENS
         while first < num_tokens:
             for t in range(first, min(num_tokens, first + TOKENS)):
-                if slots[t] >= 0:
-                    write_token(k[t], v[t], slots[t], p, element)
+                if slots[t] < 0:
+                    continue
+                if has_scales(element):
+                    _write_codes(k[t], v[t], slots[t], p, element)
+                else:
+                    _write_token(k[t], v[t], slots[t], p, element)
             first = next_unit(args) * TOKENS
 
     return Kernel(write)
 
 
 ATTEND = {dtype: attend_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}
-WRITE = {
-    dtype: _write_kernel(element, _write_codes if dtype in INT8_ELEMENTS else _write_token)
-    for dtype, element in CACHE_ELEMENTS.items()
-}
+WRITE = {dtype: _write_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}
