@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field
 from pathlib import Path
@@ -53,6 +54,17 @@ class _OneLine(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[ARGUMENTS] = list(args)
         return super().parse_args(ctx, args)
+
+
+class CommandTable(UserDict[str, Any]):
+    """Commands by name. A value may be a function that imports and returns the command, so that a process
+    does not import the other commands."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        entry = super().__getitem__(name)
+        command: click.Command = entry if isinstance(entry, click.Command) else entry()
+        self[name] = command
+        return command
 
 
 class OneLineGroup(_OneLine, click.Group):

@@ -12,12 +12,9 @@ import click
 
 from tgis import __version__, failpoints, logs
 from tgis.cli import models, prompts
-from tgis.cli.bench.command import command as bench
-from tgis.cli.client.command import command as client
-from tgis.cli.command import VERSION_NAMES, GroupedOption, OneLineGroup
+from tgis.cli.command import VERSION_NAMES, CommandTable, GroupedOption, OneLineGroup
 from tgis.cli.health_probe import health_probe
 from tgis.cli.process_command import process_command
-from tgis.cli.top.command import command as top
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, Setting, SettingsError
 from tgis.config.model import FRAMEWORKS
@@ -183,7 +180,25 @@ def server_main() -> None:
     """Serve one shard of a model, or download and convert models."""
 
 
-@click.group(cls=OneLineGroup)
+def _client() -> click.Command:
+    from tgis.cli.client.command import command
+
+    return command
+
+
+def _top() -> click.Command:
+    from tgis.cli.top.command import command
+
+    return command
+
+
+def _bench() -> click.Command:
+    from tgis.cli.bench.command import command
+
+    return command
+
+
+@click.group(cls=OneLineGroup, commands=CommandTable({"client": _client, "top": _top, "bench": _bench}))
 @click.version_option(__version__, *VERSION_NAMES)
 def main() -> None:
     """Serve text generation over gRPC and HTTP."""
@@ -192,5 +207,5 @@ def main() -> None:
 for entry in (_serve, health_probe, *models.COMMANDS, *prompts.COMMANDS):
     server_main.add_command(entry)
     main.add_command(entry)
-for entry in (launcher_main, router_main, _engine, _env, client, top, bench):
+for entry in (launcher_main, router_main, _engine, _env):
     main.add_command(entry)
