@@ -25,8 +25,8 @@ from tests.support.shard.speculator_scene import (
     make_requests,
     write_base,
 )
-from tgis.shard.runner.draft_proposer import DraftModelProposer
 from tgis.shard.runner.model_runner import HostModelRunner
+from tgis.shard.runner.proposers.draft_model import DraftModelProposer
 from tgis.shard.speculators.interface import SpeculatorError
 from tgis.shard.startup.load import load
 

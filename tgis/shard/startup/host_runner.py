@@ -8,10 +8,11 @@ from tgis.shard.attention.layered import open_attention
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import Model, SpeculativeModel
 from tgis.shard.runner.batch_builder import BatchBuilder
-from tgis.shard.runner.draft_proposer import DraftLimits, DraftModelProposer
 from tgis.shard.runner.forward import Forward
 from tgis.shard.runner.model_runner import HostModelRunner
-from tgis.shard.runner.proposer import FollowingProposer, SpeculatorProposer
+from tgis.shard.runner.proposer import FollowingProposer
+from tgis.shard.runner.proposers.draft_model import DraftLimits, DraftModelProposer
+from tgis.shard.runner.proposers.speculator import SpeculatorProposer
 from tgis.shard.runner.row_table import RowTable
 from tgis.shard.startup.platform import DraftParts, Platform, RunnerParts
 
