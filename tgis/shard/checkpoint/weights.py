@@ -313,6 +313,16 @@ class Weights:
             return False
         return True
 
+    def read_values(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Read the checkpoint's vector of that name, whose type need not be one of floats. Return None if
+        there is none. Raises WeightsError."""
+        if name not in self._checkpoint:
+            return None
+        tensor = self._checkpoint.fetch_any(name)
+        tensor.check_type(dtype)
+        tensor.check_shape(length)
+        return tensor.read().clone()
+
     def trace(self, module: str, shape: tuple[int, int]) -> tuple[ModuleRows, ...]:
         """Return the rows of checkpoint modules that make up a matrix, without reading weights. The matrix
         must have been found before. Modules have the names in the family's sources. Of alternative names, the

@@ -7,6 +7,7 @@ import torch
 
 from tgis.hub.model_files import ModelNotFoundError, read_json
 from tgis.shard.checkpoint.files import Checkpoint
+from tgis.shard.checkpoint.opening import count_elements, open_checkpoint
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.checkpoint.weights import Source
 from tgis.shard.collectives import ProcessGroup
@@ -15,7 +16,9 @@ from tgis.shard.models import registry as models
 from tgis.shard.models.config_reader import Config
 from tgis.shard.models.interface import Model, SpeculativeModel, UnsupportedModelError
 from tgis.shard.models.parts.states import find_state_shape
-from tgis.shard.speculators import draft_model, medusa, mlp
+from tgis.shard.quant.registry import find_format
+from tgis.shard.speculators import draft_model, eagle, eagle3, medusa, mlp
+from tgis.shard.speculators.draft_head import DraftHead
 from tgis.shard.speculators.draft_model import DraftModel, Served
 from tgis.shard.speculators.finite_weights import FiniteWeights
 from tgis.shard.speculators.interface import Speculator, SpeculatorError
@@ -36,20 +39,21 @@ class SpeculatorKind(Protocol):
 
     def reads(self, config: Config) -> bool: ...
     def sources(self, config: Config) -> dict[str, Source]: ...
-    def build(self, config: Config, parts: Parts, model: SpeculativeModel) -> Speculator: ...
+    def build(self, config: Config, parts: Parts, model: SpeculativeModel) -> Speculator | DraftHead: ...
 
 
-KINDS: tuple[SpeculatorKind, ...] = (mlp, medusa)
+KINDS: tuple[SpeculatorKind, ...] = (mlp, medusa, eagle3, eagle)  # the first that reads a config.json
+AnySpeculator = Speculator | DraftHead | DraftModel
 
 
 def load_speculator(
     directory: Path, model: Model, dtype: torch.dtype, tokenizer_directory: Path, max_sequence_length: int
-) -> Speculator | DraftModel:
+) -> AnySpeculator:
     """Load the speculator in a directory, whole on every rank, with weights in `dtype`. Raises
     SpeculatorError if it cannot be used with the model, which has the tokenizer in another directory."""
     try:
         config = read_json(directory, "config.json")
-        kind = _find_kind(config)
+        kind = _find_kind(directory, config)
         if not isinstance(model, SpeculativeModel):
             name = draft_model.NAME if kind is None else kind.NAME
             raise UnsupportedModelError(f"{name} needs a decoder that the service's own engine runs")
@@ -63,21 +67,38 @@ def load_speculator(
         raise SpeculatorError(f"--speculator {directory}: {error}") from error
 
 
-def _find_kind(config: Config) -> SpeculatorKind | None:
+def count_bytes(directory: Path, itemsize: int) -> int:
+    """Return the size of a speculator's weights on a rank, `itemsize` bytes each unless they are stored as
+    codes. Raises SpeculatorError."""
+    try:
+        config = read_json(directory, "config.json")
+        kind = _find_kind(directory, config)
+        if kind is not None:
+            return Checkpoint(directory, kind.FILES).count_elements(None) * itemsize
+        format = find_format(config, directory)
+        return int(
+            count_elements(directory, format) * (format.layout.bytes_per_weight if format else itemsize)
+        )
+    except (ModelNotFoundError, UnsupportedModelError, WeightsError) as error:
+        raise SpeculatorError(f"--speculator {directory}: {error}") from error
+
+
+def _find_kind(directory: Path, config: Config) -> SpeculatorKind | None:
     """Return the kind of a speculator that reads states, or None for a draft model. Raises
-    UnsupportedModelError for another config.json."""
-    kind = next((kind for kind in KINDS if kind.reads(config)), None)
-    if kind is None and not models.is_known(config):
+    UnsupportedModelError for another config.json, and WeightsError."""
+    if (kind := next((kind for kind in KINDS if kind.reads(config)), None)) is not None:
+        return kind
+    if not models.is_known(config):
         known = ", ".join(kind.NAME for kind in KINDS)
         raise UnsupportedModelError(
             f"its config.json describes none of these kinds: {known}, {draft_model.NAME}"
         )
-    return kind
+    return eagle if eagle.has_tensors(open_checkpoint(directory)) else None
 
 
 def _load(
     directory: Path, config: Config, kind: SpeculatorKind, model: SpeculativeModel, dtype: torch.dtype
-) -> Speculator:
+) -> Speculator | DraftHead:
     checkpoint = Checkpoint(directory, kind.FILES)
     device = model.parts.kernels.device
     with FiniteWeights(directory, kind.sources(config), kind.PREFIX, checkpoint=checkpoint) as weights:
@@ -90,8 +111,12 @@ def _load(
 
 
 @torch.inference_mode()
-def _try_once(speculator: Speculator, model: SpeculativeModel, device: torch.device) -> None:
-    """Propose once, so that no request waits for the compilation of kernels."""
+def _try_once(speculator: Speculator | DraftHead, model: SpeculativeModel, device: torch.device) -> None:
+    """Propose once, so that no request waits for the compilation of kernels. The warm-up steps compile those
+    of layers."""
+    if isinstance(speculator, DraftHead):
+        speculator.choose(torch.zeros(1, speculator.state_size, device=device))
+        return
     states = torch.zeros(1, model.prompt_width, device=device)
     token_ids = torch.zeros(1, dtype=torch.int64, device=device)
     speculator.propose(states, token_ids, speculator.num_tokens)

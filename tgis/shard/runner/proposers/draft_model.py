@@ -135,8 +135,7 @@ class DraftModelProposer:
         batch = self._builder.pack_work(work)
         # The served model may know tokens that this one does not.
         batch.inputs.token_ids.clamp_(max=self._draft.model.spec.vocab_size - 1)
-        _, logits = self._forward(batch)
-        return logits
+        return self._forward(batch).logits
 
     def _accept(self, row: int, token_ids: TokenIds) -> None:
         """Count the drafts in the cache that became tokens. The last token is computed in any case."""
