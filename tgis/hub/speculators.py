@@ -7,11 +7,14 @@ from tgis.hub.cache import find_model_files
 from tgis.hub.model_files import ModelNotFoundError
 
 BASE = "base_model_name_or_path"
+MTP = "mtp"  # name of the speculator that is part of the model's checkpoint
 
 
 def find_speculator(name: str, cache: Path) -> Path:
-    """Return the absolute directory of a speculator, given a directory or an id in the hub cache. Raises
-    ModelNotFoundError."""
+    """Return the absolute directory of a speculator, given a directory or an id in the hub cache, or `MTP`.
+    Raises ModelNotFoundError."""
+    if name == MTP:
+        return Path(MTP)
     try:
         return find_model_files(name, None, cache).absolute()
     except ModelNotFoundError as error:
@@ -21,7 +24,10 @@ def find_speculator(name: str, cache: Path) -> Path:
 def is_speculator(directory: Path) -> bool:
     """Return True if the directory has a speculator instead of a model. Raises ModelNotFoundError."""
     config = model_files.read_json(directory, "config.json")
-    return config.get("model_type") in ("mlp_speculator", "medusa") or "medusa_num_heads" in config
+    names = config.get("architectures")
+    is_eagle = isinstance(names, list) and any("eagle" in str(name).lower() for name in names)
+    kind = config.get("model_type")
+    return is_eagle or kind in ("mlp_speculator", "medusa", "eagle") or "medusa_num_heads" in config
 
 
 def find_base_name(directory: Path) -> str | None:

@@ -46,7 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
 
 @pytest.fixture(scope="module")
 def states(base: Base) -> States:
-    return States(base.directory)
+    return States.load(base.directory)
 
 
 def make(kind: str, base: Base, states: States) -> tuple[Heads, PlainHead]:

@@ -22,16 +22,19 @@ THETA = 10000.0
 
 @dataclass
 class States:
-    """States that transformers computes for tokens."""
+    """States that a model of transformers computes for tokens."""
 
-    directory: Path
+    model: Any
     known: list[tuple[list[int], tuple[Tensor, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
-        self.model: Any = model.eval()
-        self.embedding: Tensor = model.get_input_embeddings().weight.detach()
-        self.num_layers: int = model.config.num_hidden_layers
+        self.model.eval()
+        self.embedding: Tensor = self.model.get_input_embeddings().weight.detach()
+        self.num_layers: int = self.model.config.num_hidden_layers
+
+    @classmethod
+    def load(cls, directory: Path) -> "States":
+        return cls(transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
 
     @torch.inference_mode()
     def find(self, token_ids: Sequence[int]) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """Finds checkpoint tensors by the model's module paths, and reads only the requested slices. A family's table
 maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `adjacent_pairs`,
-`rotated_first`, `part_of_head`, `by_group`, `interleaved`, `expert`, `by_layer` or `first_of`."""
+`rotated_first`, `part_of_head`, `by_group`, `interleaved`, `expert`, `by_layer`, `at_layer` or `first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -238,6 +238,11 @@ def expert(name: str) -> Source:
 def by_layer(choose: Callable[[int], Source]) -> Source:
     """Use the source that `choose` returns for the number of the layer."""
     return lambda lookup: lookup.find(choose(int(lookup.layer)))
+
+
+def at_layer(layer: int, source: Source) -> Source:
+    """Use the source of the layer with that number."""
+    return lambda lookup: replace(lookup, layer=str(layer)).find(source)
 
 
 def first_of(source: Source, *others: Source) -> Source:

@@ -36,7 +36,7 @@ from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.speculators.draft_head import DraftHead
 from tgis.shard.speculators.draft_model import DraftModel
-from tgis.shard.speculators.interface import Speculator, SpeculatorError
+from tgis.shard.speculators.interface import Served, Speculator, SpeculatorError
 from tgis.shard.speculators.registry import AnySpeculator, count_bytes, load_speculator
 from tgis.shard.startup import choose_platform, engine_choice, memory_plan
 from tgis.shard.startup.cache_size import CacheSizing
@@ -175,7 +175,8 @@ class LoadPlan:
         if self.on.device.type != "cpu":
             raise SpeculatorError(f"--speculator {path}: speculators run only on CPUs: set --device cpu")
         length = self.demand.max_sequence_length
-        return load_speculator(Path(path), model, self.dtype, self.tokenizer_directory, length)
+        served = Served(self._directory, self.settings, self.tokenizer_directory, length)
+        return load_speculator(path, model, served, self.dtype)
 
     def _open_probe(self, group: ProcessGroup) -> Probe | None:
         longest = min(self.demand.max_sequence_length - 1, self.config.max_step_tokens)
@@ -201,7 +202,7 @@ class LoadPlan:
         on = self.on
         if self.config.speculator is not None:
             itemsize = (on.product_dtype or self.dtype).itemsize
-            weights += group.local_size * count_bytes(Path(self.config.speculator), itemsize)
+            weights += group.local_size * count_bytes(self.config.speculator, itemsize)
         budget = MemoryBudget(
             left=on.memory_left(group),
             step=0,
