@@ -1,5 +1,5 @@
-"""Tiny checkpoints with heads for multi-token prediction in their published layouts. The plain model of a head
-runs the last layer of a model of transformers that has one layer more."""
+"""Tiny checkpoints with heads for multi-token prediction in their published layouts. The plain model of a
+head runs the last layer of a model of transformers that has one layer more."""
 
 import json
 from collections.abc import Callable
@@ -48,11 +48,8 @@ def write_mtp(directory: Path, kind: str) -> PlainHead:
     if kind != "mimo":
         own[f"{begin}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         own[f"{begin}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(
-        tensors | {f"{name}.weight" if "weight" not in name else name: x for name, x in own.items()},
-        directory / "model.safetensors",
-        {"format": "pt"},
-    )
+    named = {name if name.endswith("weight") else f"{name}.weight": x for name, x in own.items()}
+    save_file(tensors | named, directory / "model.safetensors", {"format": "pt"})
     settings = json.loads((directory / "config.json").read_text())
     settings |= {"model_type": kind, "num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
     for key in ("layer_types", "mlp_layer_types"):

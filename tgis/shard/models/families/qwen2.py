@@ -1,5 +1,5 @@
-"""Qwen 2 and 2.5: Llama with biases for queries, keys and values; the last layers may have a window. MiMo is
-Qwen 2.5 with heads for multi-token prediction, which are a speculator."""
+"""Qwen 2 and 2.5, and MiMo: Llama with biases for queries, keys and values; the last layers may have a
+window."""
 
 from dataclasses import replace
 
