@@ -66,8 +66,8 @@ def test_answers_are_the_oracles(client: Client, model: Model, request: pytest.F
     values = metrics(client)
     accepted = values["tgi_speculation_accepted_tokens"]
     assert values["tgi_speculation_drafted_tokens"] > accepted
-    # Medusa's matrices over the 32 channels of this model are rarely right.
-    assert accepted > 10 or "medusa" in request.node.name
+    # Other kinds' matrices over the 32 channels of this model are rarely right.
+    assert accepted > 10 or "mlp" not in request.node.name
     assert values["tgi_preemptions"] > 0
     assert values["tgi_speculation_drafts"] > 0
 

@@ -69,7 +69,7 @@ def test_proposals_are_the_plain_models_and_outputs_do_not_change(
     assert runner.info.max_drafts == heads.num_tokens
     recorder = Recorder(runner)
     router = check_outputs(runner, base)
-    assert runner.forward.find_graph(1) is not None  # type: ignore[attr-defined]
+    assert any(map(runner.forward.find_graph, range(1, 65)))  # type: ignore[attr-defined]
     assert router.num_right > 15 or kind not in LIKELY
     assert all(proposed or len(known) == 1 for known, proposed in recorder.proposed)
     plain.check(recorder.proposed)

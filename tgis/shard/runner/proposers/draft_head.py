@@ -12,7 +12,7 @@ from tgis.shard.models.interface import SpeculativeModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.proposer import NO_TOKENS
 from tgis.shard.runner.proposers.cached_tokens import CachedTokens
-from tgis.shard.runner.row_table import Booleans, Integers, Layout, TokenIds
+from tgis.shard.runner.row_table import Integers, Layout, TokenIds
 from tgis.shard.speculators.draft_head import DraftHead
 
 # Number of a row's states that wait for the next drafts, so that the head computes several tokens at once.
@@ -61,8 +61,7 @@ class DraftHeadProposer:
     def follow(
         self, rows: Integers, starts: Integers, begins: Integers, x: Tensor, adapters: TokenAdapters | None
     ) -> None:
-        """Keep the states of a step's tokens. Compute the tokens of rows that have too many states, or whose
-        blocks are full."""
+        """Keep the states of a step's tokens, or compute the tokens after them."""
         self._begin_rows(rows, starts)
         # Drafts that were not accepted have no states.
         ends = np.minimum(starts + np.diff(begins), self._table.lengths[rows] - 1)
@@ -115,37 +114,43 @@ class DraftHeadProposer:
         self._ends[torch.from_numpy(blocks)] = states[torch.from_numpy(at)]
 
     def _keep(self, rows: Integers, ends: Integers, layout: Layout, states: Tensor) -> None:
-        """Hold the new states of rows, or use those before their last ones."""
-        size = self._table.block_size
-        counts = np.diff(layout.begins)
+        """Hold the new states of rows. If some have to be used, use those of all rows together."""
         held = self._num_held[rows]
-        fills = ends // size > self._cached.counts[rows] // size
-        is_used = fills | (held + counts > MAX_HELD)
-        places = Layout.of(held, held + counts).positions
-        if is_used.any():
-            used = is_used.nonzero()[0]
-            self._use(rows[used], ends[used], layout.begins[:-1][used], states)
-            lasts = torch.from_numpy(layout.begins[1:][used] - 1)
-            self._held[torch.from_numpy(rows[used]), 0] = states[lasts]
-            self._num_held[rows[used]] = 1
-        (at,) = (~is_used[layout.sequence]).nonzero()
-        kept = rows[layout.sequence[at]]
-        self._held[torch.from_numpy(kept), torch.from_numpy(places[at])] = states[torch.from_numpy(at)]
-        self._num_held[rows[~is_used]] += counts[~is_used]
+        counts = np.diff(layout.begins)
+        if not self._must_use(rows, ends, counts):
+            places = torch.from_numpy(Layout.of(held, held + counts).positions)
+            self._held[torch.from_numpy(rows[layout.sequence]), places] = states
+            self._num_held[rows] += counts
+            return
+        self._use(rows, ends, layout.begins[:-1], states)
+        self._held[torch.from_numpy(rows), 0] = states[torch.from_numpy(layout.begins[1:] - 1)]
+        self._num_held[rows] = 1
+
+    def _must_use(self, rows: Integers, ends: Integers, counts: Integers) -> bool:
+        """Return True if a row has too many states or has ended, or if its prompt fills a block, which new
+        rows may share."""
+        size = self._table.block_size
+        is_prompt = ends - counts < self._table.rows["opened_len"][rows]
+        fills = is_prompt & (ends // size > self._cached.counts[rows] // size)
+        has_most = self._num_held[rows] + counts > MAX_HELD
+        return bool((fills | has_most | self._table.ended[rows]).any())
 
     def _use(self, rows: Integers, ends: Integers, begins: Integers, states: Tensor) -> None:
         """Compute the tokens of rows before `ends`. The first states before them are held, the others are
         `states` from index `begins` on."""
         starts = self._cached.counts[rows]
         layout = Layout.of(starts, ends)
+        if not len(layout.positions):
+            return
         number = layout.positions - starts[layout.sequence]
         held = self._num_held[rows][layout.sequence]
-        is_held = torch.from_numpy(number < held)
+        is_held = number < held
         before = torch.empty(len(number), states.shape[1], device=states.device)
-        before[is_held] = self._take_held(rows[layout.sequence], number, number < held)
-        at = (begins[layout.sequence] + number - held)[number >= held]
-        before[~is_held] = states[torch.from_numpy(at)]
-        self._advance(rows, starts, ends, before)
+        before[torch.from_numpy(is_held)] = self._take_held(rows[layout.sequence][is_held], number[is_held])
+        at = (begins[layout.sequence] + number - held)[~is_held]
+        before[torch.from_numpy(~is_held)] = states[torch.from_numpy(at)]
+        some = ends > starts
+        self._advance(rows[some], starts[some], ends[some], before)
         self._cached.advance(rows, ends)
 
     def _run(self, rows: Integers, lengths: Integers, max_drafts: Integers) -> list[TokenIds]:
@@ -153,7 +158,7 @@ class DraftHeadProposer:
         starts = self._cached.counts[rows]
         layout = Layout.of(starts, lengths)
         number = layout.positions - starts[layout.sequence]
-        before = self._take_held(rows[layout.sequence], number, number >= 0)
+        before = self._take_held(rows[layout.sequence], number)
         after = self._advance(rows, starts, lengths, before)
         states = after[torch.from_numpy(layout.begins[1:] - 1)]
         self._cached.advance(rows, lengths)
@@ -180,5 +185,5 @@ class DraftHeadProposer:
         batch = self._builder.pack_work(Work(rows, starts, ends, layout, none, none, []))
         return self._head.advance(states, batch.inputs, self._attention)
 
-    def _take_held(self, rows: Integers, numbers: Integers, where: Booleans) -> Tensor:
-        return self._held[torch.from_numpy(rows[where]), torch.from_numpy(numbers[where])]
+    def _take_held(self, rows: Integers, numbers: Integers) -> Tensor:
+        return self._held[torch.from_numpy(rows), torch.from_numpy(numbers)]
