@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tgis.hub.speculators import find_eagle
 from tgis.shard.attention.interface import Attention
 from tgis.shard.checkpoint.files import MODEL_FILES
 from tgis.shard.checkpoint.opening import OpenCheckpoint
@@ -49,9 +50,7 @@ class Eagle:
 
 
 def reads(config: Config) -> bool:
-    names = config.get("architectures")
-    is_named = isinstance(names, list) and any("eagle" in str(name).lower() for name in names)
-    return is_named or NAME in (config.get("model_type"), config.get("speculators_model_type"))
+    return find_eagle(config) == NAME
 
 
 def has_tensors(checkpoint: OpenCheckpoint) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tgis.hub.speculators import find_eagle
 from tgis.shard.attention.interface import Attention
 from tgis.shard.checkpoint.files import MODEL_FILES
 from tgis.shard.checkpoint.tensors import WeightsError
@@ -75,9 +76,7 @@ class Eagle3:
 
 
 def reads(config: Config) -> bool:
-    names = config.get("architectures")
-    is_named = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
-    return is_named or config.get("speculators_model_type") == NAME
+    return find_eagle(config) == NAME
 
 
 def sources(config: Config) -> dict[str, Source]:

@@ -43,7 +43,7 @@ class SpeculatorKind(Protocol):
     def build(self, config: Config, parts: Parts, model: SpeculativeModel) -> Speculator | DraftHead: ...
 
 
-KINDS: tuple[SpeculatorKind, ...] = (mlp, medusa, eagle3, eagle)  # the first that reads a config.json
+KINDS: tuple[SpeculatorKind, ...] = (mlp, medusa, eagle3, eagle)
 AnySpeculator = Speculator | DraftHead | DraftModel
 
 
