@@ -1,11 +1,11 @@
-"""Trains an MLP speculator and Medusa heads for a model on its own answers, to measure speculation on real
-text. The prompts are about sections of this repository's documentation; every tenth is held out."""
+"""Trains an MLP speculator, Medusa heads and an EAGLE-3 head for a model on its own answers, to measure
+speculation on real text. The prompts are about sections of this repository's documentation; every tenth is
+held out."""
 
 import argparse
 import json
 import math
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from bench.eagle3_training import Eagle3Head, TappedText, measure_eagle3, train_eagle3
 from bench.real_model import convert_real_model
+from bench.speculator_files import report, write
 from tgis.shard.attention.interface import Attention, StepLayout
 from tgis.shard.attention.layered import open_attention
 from tgis.shard.collectives import ProcessGroup
@@ -27,6 +28,7 @@ from tgis.shard.memory.layered_cache import allocate_cache
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
+from tgis.shard.speculators.eagle3 import find_layers
 
 ALONE = ProcessGroup(0, 1)
 BLOCK_SIZE = 16
@@ -34,6 +36,7 @@ NUM_ROWS = 32  # texts generated at once
 NEW_TOKENS = 160
 MAX_PROMPT_TOKENS = 300
 TEMPERATURE = 0.7
+KINDS = ("mlp", "medusa", "eagle3")
 HELD_OUT = 10  # every tenth prompt
 NUM_TOKENS = 3
 BATCH = 1024  # training examples
@@ -55,7 +58,12 @@ class Example:
 
     token_ids: Tensor  # int64 [num_tokens]
     states: Tensor  # float16 [num_tokens, width]
+    inner: Tensor  # float16 [num_tokens, 3 * width], inputs of the layers that an EAGLE-3 head reads
     prompt_len: int
+
+    @property
+    def tapped(self) -> TappedText:
+        return TappedText(self.token_ids, self.inner, self.prompt_len)
 
 
 class Runner:
@@ -68,10 +76,20 @@ class Runner:
         self._num_blocks = -(-(MAX_PROMPT_TOKENS + NEW_TOKENS) // BLOCK_SIZE)
         cache = allocate_cache(self.model.spec, ALONE, NUM_ROWS * self._num_blocks, BLOCK_SIZE, torch.float32)
         self._attention: Attention = open_attention(cache, CpuAttention)
+        self.layers = find_layers({}, self.model.spec.num_layers)
+        self._inner: list[Tensor] = []
+        self._taps = dict.fromkeys(self.layers, self._record)
+
+    def _record(self, x: Tensor) -> Tensor:
+        self._inner.append(x.clone())
+        return x.clone()
 
     @torch.inference_mode()
-    def compute(self, rows: Sequence[int], token_ids: Sequence[list[int]], start: Sequence[int]) -> Tensor:
-        """Compute the tokens of each row from `start` on. Return their final states, [num_tokens, width]."""
+    def compute(
+        self, rows: Sequence[int], token_ids: Sequence[list[int]], start: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the tokens of each row from `start` on. Return their final states, [num_tokens, width], and
+        the inner ones, [num_tokens, 3 * width]."""
         new = [ids[begin:] for ids, begin in zip(token_ids, start, strict=True)]
         tables = [range(row * self._num_blocks, (row + 1) * self._num_blocks) for row in rows]
         positions = [torch.arange(begin, len(ids)) for ids, begin in zip(token_ids, start, strict=True)]
@@ -83,9 +101,10 @@ class Runner:
         )
         ids = torch.tensor([token for part in new for token in part])
         inputs = StepInputs(ids, layout.positions, layout, self._attention.plan(layout, "self"))
-        x = self.model.forward(inputs, self._attention)
+        self._inner.clear()
+        x, _ = self.model.forward_tapped(inputs, self._attention, self._taps)
         states: Tensor = self.model.final_states(x)
-        return states.clone()
+        return states.clone(), torch.cat(self._inner, 1)
 
 
 def make_prompts() -> list[str]:
@@ -105,25 +124,26 @@ def generate(
     """Return the model's answers to at most NUM_ROWS prompts."""
     texts: list[list[int]] = [tokenizer.encode(prompt).ids[-MAX_PROMPT_TOKENS:] for prompt in prompts]
     lengths = [len(ids) for ids in texts]
-    parts: list[list[Tensor]] = [[] for _ in texts]
+    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]
     live, start = list(range(len(texts))), [0] * len(texts)
     while live:
-        states = runner.compute(live, [texts[i] for i in live], [start[i] for i in live])
+        states, inner = runner.compute(live, [texts[i] for i in live], [start[i] for i in live])
         counts = [len(texts[i]) - start[i] for i in live]
         ends = torch.tensor(counts).cumsum(0) - 1
         scores = runner.model.scores(states[ends])
         chosen = scores.argmax(-1)
         if not is_greedy:
             chosen = torch.multinomial((scores / TEMPERATURE).softmax(-1), 1)[:, 0]
-        for i, piece, token in zip(list(live), states.split(counts), chosen.tolist(), strict=True):
-            parts[i].append(piece.half())
+        pieces = zip(states.half().split(counts), inner.half().split(counts), strict=True)
+        for i, piece, token in zip(list(live), pieces, chosen.tolist(), strict=True):
+            parts[i].append(piece)
             start[i] = len(texts[i])
             texts[i].append(token)
             if token == eos or len(texts[i]) - lengths[i] >= NEW_TOKENS:
                 live.remove(i)
     return [
-        Example(torch.tensor(ids[:-1]), torch.cat(states), length)
-        for ids, states, length in zip(texts, parts, lengths, strict=True)
+        Example(torch.tensor(ids[:-1]), *map(torch.cat, zip(*pieces, strict=True)), length)
+        for ids, pieces, length in zip(texts, parts, lengths, strict=True)
     ]
 
 
@@ -217,12 +237,6 @@ class MedusaHeads(nn.Module):
 Heads = MLPHeads | MedusaHeads
 
 
-def write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=1))
-    save_file({name: x.contiguous() for name, x in tensors.items()}, directory / file)
-
-
 @dataclass(frozen=True)
 class Batches:
     """Places in answers, with the states before them and the tokens after them."""
@@ -285,10 +299,6 @@ def measure(heads: Heads, batches: Batches, known: Tensor) -> list[float]:
     return rates
 
 
-def report(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def collect(runner: Runner, directory: Path, seconds: float) -> tuple[list[Example], list[Example]]:
     """Return examples to train on and held-out ones, generated for a time."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -317,6 +327,7 @@ def main() -> None:
         "--generate-s", type=float, default=420, help="time for answers (default %(default)s)"
     )
     parser.add_argument("--train-s", type=float, default=300, help="time for each kind (default %(default)s)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="default: all")
     parser.add_argument("--inner-dim", type=int, default=192, help="of the MLP (default %(default)s)")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -333,13 +344,30 @@ def main() -> None:
         "mlp": MLPHeads(head, vocab_size, options.inner_dim, known),
         "medusa": MedusaHeads(width, head),
     }
-    figures = {}
+    rates: dict[str, list[float]] = {}
     for name, heads in kinds.items():
-        train(heads, train_on, known, vocab_size, options.train_s)
-        heads.save(options.output / name)
-        rates = measure(heads, test_on, known)
-        figures[name] = {"right": rates, "tokens_per_step": 1 + sum(rates)}
+        if name in options.kinds:
+            train(heads, train_on, known, vocab_size, options.train_s)
+            heads.save(options.output / name)
+            rates[name] = measure(heads, test_on, known)
+    if "eagle3" in options.kinds:
+        eagle3 = make_eagle3(directory, runner, head, known)
+        index = index_tokens(known, vocab_size)
+        train_eagle3(eagle3, [each.tapped for each in examples], index, options.train_s)
+        eagle3.save(options.output / "eagle3")
+        rates["eagle3"] = measure_eagle3(eagle3, [each.tapped for each in held_out], index)
+    figures = {name: {"right": each, "tokens_per_step": 1 + sum(each)} for name, each in rates.items()}
     print(json.dumps(figures, indent=1))
+
+
+def make_eagle3(directory: Path, runner: Runner, head: Tensor, known: Tensor) -> Eagle3Head:
+    """Return an untrained head with the sizes of the model's layers."""
+    settings = json.loads((directory / "config.json").read_text())
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes = {name: settings[name] for name in names}
+    sizes["head_dim"] = settings.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
+    embedding = runner.model.embed_tokens(torch.arange(runner.model.spec.vocab_size)).clone()
+    return Eagle3Head(sizes, embedding, head, known, runner.layers)
 
 
 if __name__ == "__main__":

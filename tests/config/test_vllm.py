@@ -23,7 +23,9 @@ TWO = ['{"name": "b", "path": "/b", "base_model_name": "m"}', "c=/c"]
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 HEADS = '{"model": "org/heads", "num_speculative_tokens": 5}'
 ALL_HEADS = '{"method": "medusa", "model": "org/heads"}'
-EAGLE = '{"method": "eagle", "model": "org/heads", "num_speculative_tokens": 5}'
+EAGLE = '{"method": "eagle3", "model": "org/heads", "num_speculative_tokens": 5}'
+MTP = '{"method": "mtp", "num_speculative_tokens": 1}'
+SUFFIX = '{"method": "suffix", "model": "org/heads", "num_speculative_tokens": 5}'
 TLS = {"tls_cert_path": "/c", "tls_key_path": "/k", "http_tls": True}
 
 MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
@@ -85,6 +87,8 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     (["-sc", HEADS], {"speculate": 5, "speculator": "org/heads"}),
     (["-sc", HEADS, "--speculator", "org/heads"], {"speculate": 5, "speculator": "org/heads"}),
     (["-sc", ALL_HEADS], {"speculator": "org/heads"}),
+    (["-sc", EAGLE], {"speculate": 5, "speculator": "org/heads"}),
+    (["-sc", MTP], {"speculate": 1, "speculator": "mtp"}),
     (["--speculative-model", "org/heads"], {"speculator": "org/heads"}),
     (["--speculative-model", "[ngram]", "--num-speculative-tokens", "3"], {"speculate": 3}),
     (["--otlp-traces-endpoint", "http://c:4317"], {"otlp_endpoint": "http://c:4317"}),
@@ -208,7 +212,7 @@ def test_values_that_cannot_be_used() -> None:
         (["--lora-modules", "{"], 1, "it is not JSON"),
         (["--allowed-origins", "*"], 1, "it is not JSON"),
         (["--allowed-origins", '"*"'], 1, "not a JSON list"),
-        (["--speculative-config", EAGLE], 1, "only ngram, and mlp_speculator and medusa with a model"),
+        (["--speculative-config", SUFFIX], 1, "only ngram, mtp, and with a model mlp_speculator"),
         (["--speculative-config", '{"method": "medusa"}'], 1, "only ngram"),
         (["--speculative-config", '{"method": "ngram"}'], 1, "num_speculative_tokens is not a number"),
         (["--speculative-config", "[]"], 1, "it is not a JSON object"),

@@ -261,9 +261,17 @@ def test_a_speculator_beside_the_model(config: LauncherConfig, tmp_path: Path) -
     plan = make_plan(named)
     assert (plan.model_path, plan.speculator) == (Path(config.model_name), snapshot)
     assert make_plan(config).speculator is None
+    assert make_plan(replace(config, speculator="mtp")).speculator == Path("mtp")  # the model's own head
 
 
-@pytest.mark.parametrize("heads", [{"medusa_num_heads": 3}, {"model_type": "mlp_speculator"}])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"medusa_num_heads": 3},
+        {"model_type": "mlp_speculator"},
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+    ],
+)
 def test_a_speculator_names_its_model(
     config: LauncherConfig, tmp_path: Path, heads: dict[str, object]
 ) -> None:

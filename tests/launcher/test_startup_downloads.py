@@ -219,6 +219,7 @@ def test_speculators_and_the_models_that_they_name(hub: Hub, tmp_path: Path) -> 
     }
     hub.requests.clear()
     download(config)
+    download(replace(config, speculator="mtp"))
     assert not hub.requests
 
 

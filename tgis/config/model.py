@@ -181,8 +181,9 @@ class ModelOptions:
         choices=FRAMEWORKS,
     )
     speculator: str | None = option(
-        "Speculator, which drafts the next tokens (an MLP speculator, Medusa heads, or a smaller model with "
-        "the same tokenizer): a directory, or the id of a model in the local hub cache. Outputs do not "
+        "Speculator, which drafts the next tokens (an MLP speculator, Medusa heads, an EAGLE or EAGLE-3 "
+        "head, or a smaller model with the same tokenizer): a directory, or the id of a model in the local "
+        "hub cache; mtp: the head for multi-token prediction in the model's own checkpoint. Outputs do not "
         "change. CPUs only; --speculate limits the drafts.",
         None,
     )

@@ -14,7 +14,7 @@ from tgis.config.processes import LauncherConfig
 from tgis.hub.cache import cache_entry, find_model, find_snapshot
 from tgis.hub.gguf_files import find_gguf
 from tgis.hub.model_files import ModelNotFoundError, is_complete
-from tgis.hub.speculators import find_base_name
+from tgis.hub.speculators import MTP, find_base_name
 from tgis.hub.startup_adapters import ADAPTER_CONFIG
 from tgis.launcher.child_configs import line_fields
 from tgis.launcher.plan import END_S, LaunchError, hub_cache
@@ -57,7 +57,11 @@ def _missing(config: LauncherConfig, cache: Path) -> Iterator[list[str]]:
         yield _arguments(config.model_name, config.revision)
     if (name := config.tokenizer_name) and _lacks(name, find_snapshot(cache_entry(name, cache), None)):
         yield [*_arguments(name, None), "--extension", TOKENIZER_FILES, "--no-auto-convert"]
-    if (name := config.speculator) and _lacks(name, find_snapshot(cache_entry(name, cache), None)):
+    if (
+        (name := config.speculator)
+        and name != MTP
+        and _lacks(name, find_snapshot(cache_entry(name, cache), None))
+    ):
         yield [*_arguments(name, None), "--extension", SPECULATOR_FILES, "--no-auto-convert"]
     for entry in map(str.strip, (config.lora_adapters or "").split(",")):
         name, _, revision = entry.partition("@")

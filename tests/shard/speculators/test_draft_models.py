@@ -25,8 +25,8 @@ from tests.support.shard.speculator_scene import (
     make_requests,
     write_base,
 )
-from tgis.shard.runner.draft_proposer import DraftModelProposer
 from tgis.shard.runner.model_runner import HostModelRunner
+from tgis.shard.runner.proposers.draft_model import DraftModelProposer
 from tgis.shard.speculators.interface import SpeculatorError
 from tgis.shard.startup.load import load
 
@@ -155,7 +155,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "tokens": (change_tokens, "the draft model's tokenizer has other tokens than the model's"),
     "shapes": (lambda path: change_config(path, num_attention_heads=8), "expected ["),
     "layers": (lambda path: change_config(path, num_hidden_layers=9), "is missing"),
-    "family": (lambda path: change_config(path, model_type="t5x"), "medusa, a causal language model"),
+    "family": (lambda path: change_config(path, model_type="t5x"), "eagle, a causal language model"),
     "encoder": (
         lambda path: change_config(
             path, model_type="t5", d_model=8, d_kv=2, d_ff=8, num_layers=1, num_heads=4

@@ -120,7 +120,7 @@ def add_nan(x: torch.Tensor) -> torch.Tensor:
 FAULTS: dict[str, tuple[str, Callable[[Heads], None], str]] = {
     "unknown kind": (
         "mlp",
-        set_config(model_type="eagle"),
+        set_config(model_type="hydra"),
         "none of these kinds: mlp_speculator, medusa",
     ),
     "vocabulary": ("mlp", set_config(vocab_size=400), "vocab_size 400 differs from the model's 403"),

@@ -210,6 +210,14 @@ def test_a_model_that_cannot_fit_is_refused_unread(
     monkeypatch.setattr(HostMemory, "memory_left", lambda _: needed)
     with pytest.raises(CacheTooSmallError, match=r"but 0 MiB \(a quarter of 0 MiB\) leave room for 0$"):
         load(configure(model_path, dtype="float16"))
+    # A speculator's weights count as well, here those of a copy of the model.
+    both = {"dtype": "float16", "speculator": str(model_path)}
+    monkeypatch.setattr(HostMemory, "memory_left", lambda _: 2 * needed - 1)
+    with pytest.raises(ModelTooLargeError, match=text):
+        load(configure(model_path, **both))
+    monkeypatch.setattr(HostMemory, "memory_left", lambda _: 2 * needed)
+    with pytest.raises(CacheTooSmallError):
+        load(configure(model_path, **both))
     assert "weights read" not in caplog.text
 
 

@@ -100,6 +100,7 @@ class Scene:
             reach = scoring.bias.shape[1] // 2
             scores = scores + scoring.bias[:, distance.clamp(-reach, reach) + reach].double()
         hidden = (distance > 0) & scoring.causal
+        hidden |= torch.arange(end) < scoring.first_key
         if scoring.window:
             hidden |= distance <= -scoring.window
         if scoring.chunk:

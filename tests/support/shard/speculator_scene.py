@@ -49,8 +49,9 @@ def make_requests() -> list[Foreseen]:
     return requests
 
 
-def write_base(directory: Path) -> Base:
-    write_llama(directory, vocab_size=VOCAB_SIZE, hidden_size=64, eos_token_id=EOS)
+def write_base(directory: Path, **overrides: Any) -> Base:
+    """Write the model. `overrides` are options of its configuration."""
+    write_llama(directory, vocab_size=VOCAB_SIZE, hidden_size=64, eos_token_id=EOS, **overrides)
     write_byte_level(directory, 400)
     requests: list[Request] = [*make_requests()]
     Router(load(configure(directory)), 3).run(list(requests))

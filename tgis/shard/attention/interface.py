@@ -47,6 +47,7 @@ class Scoring:
     causal: bool = True  # if False, every query attends to the whole sequence
     window: int | None = None  # number of keys that a query attends to, including its own
     chunk: int | None = None  # a query attends to keys whose position // chunk equals its own; no window then
+    first_key: int = 0  # keys at positions before it are hidden
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
     slopes: Tensor | None = None  # float32 [num_heads], ALiBi: adds slope * distance
     bias: Tensor | None = None  # float32 [num_heads, 2 * reach + 1], added for distances -reach to reach

@@ -1,6 +1,6 @@
 """Finds checkpoint tensors by the model's module paths, and reads only the requested slices. A family's table
 maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `adjacent_pairs`,
-`rotated_first`, `part_of_head`, `by_group`, `interleaved`, `expert`, `by_layer` or `first_of`."""
+`rotated_first`, `part_of_head`, `by_group`, `interleaved`, `expert`, `by_layer`, `at_layer` or `first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -240,6 +240,11 @@ def by_layer(choose: Callable[[int], Source]) -> Source:
     return lambda lookup: lookup.find(choose(int(lookup.layer)))
 
 
+def at_layer(layer: int, source: Source) -> Source:
+    """Use the source of the layer with that number."""
+    return lambda lookup: replace(lookup, layer=str(layer)).find(source)
+
+
 def first_of(source: Source, *others: Source) -> Source:
     """Use the first of these sources that the checkpoint has. If it has none, raise the first source's
     error."""
@@ -312,6 +317,16 @@ class Weights:
         except MissingTensorError:
             return False
         return True
+
+    def read_values(self, name: str, length: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Read the checkpoint's vector of that name, whose type need not be one of floats. Return None if
+        there is none. Raises WeightsError."""
+        if name not in self._checkpoint:
+            return None
+        tensor = self._checkpoint.fetch_any(name)
+        tensor.check_type(dtype)
+        tensor.check_shape(length)
+        return tensor.read().clone()
 
     def trace(self, module: str, shape: tuple[int, int]) -> tuple[ModuleRows, ...]:
         """Return the rows of checkpoint modules that make up a matrix, without reading weights. The matrix

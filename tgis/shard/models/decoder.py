@@ -18,7 +18,7 @@ from tgis.shard.layers.norm import Norm
 from tgis.shard.layers.ops import Parts
 from tgis.shard.layers.rotary import Rotary
 from tgis.shard.memory.state_cache import StepStates
-from tgis.shard.models.interface import StepInputs
+from tgis.shard.models.interface import StepInputs, Taps
 from tgis.shard.models.parts.blocks import (
     MLP,
     AttentionLayer,
@@ -83,6 +83,7 @@ class LayerAttention:
         slopes = spec.slopes[own] if spec.slopes else None
         scoring = Scoring(
             scale=spec.score_scale,
+            first_key=spec.first_key,
             window=window,
             chunk=spec.chunk(layer),
             soft_cap=spec.attention_soft_cap,
@@ -143,7 +144,7 @@ class Block:
         self._mix: Mixer | None = None
         self._feed_forward: FeedForward | None = None
         if spec.mixes(layer):
-            self._norm_1, finish = _make_norms(spec, parts, path, 1)
+            self._norm_1, finish = _make_norms(spec, parts, path, 1, layer > 0 or spec.has_first_norm)
             self._mix = _make_mixer(spec, parts, path, layer, finish)
         if spec.feeds_forward(layer):
             self._norm_2, finish = _make_norms(spec, parts, path, 2)
@@ -250,12 +251,27 @@ class Decoder:
         return x, StepContext(attention, inputs.plan, *shared)
 
     @torch.inference_mode()
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        return self._embed.look_up(token_ids)
+
+    @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
+        return self.forward_tapped(inputs, attention, {})[0]
+
+    @torch.inference_mode()
+    def forward_tapped(
+        self, inputs: StepInputs, attention: Attention, taps: Taps
+    ) -> tuple[Tensor, Tensor | None]:
+        add = self.parts.kernels.add
         x, context = self.embed(inputs, attention)
         delta: Tensor | None = None
-        for block in self._blocks:
+        tapped: Tensor | None = None
+        for number, block in enumerate(self._blocks):
+            if (read := taps.get(number)) is not None:
+                x, delta = x if delta is None else add(x, delta), None
+                tapped = read(x) if tapped is None else add(tapped, read(x))
             x, delta = block(x, delta, context)
-        return x if delta is None else self.parts.kernels.add(x, delta)
+        return x if delta is None else add(x, delta), tapped
 
     @torch.inference_mode()
     def final_states(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
@@ -291,6 +307,10 @@ class InputEmbedding:
         self._norm = make_norm(spec, parts, "embed_norm") if spec.embedding_norm else None
         self._positions = make_positions(spec, parts, "positions")
 
+    def look_up(self, token_ids: Tensor) -> Tensor:
+        """Return the tokens' rows of the table, float32 [num_tokens, embedding_width]."""
+        return self._tokens(token_ids, None)
+
     def __call__(self, inputs: StepInputs) -> Tensor:
         x = self._tokens(inputs.token_ids, inputs.adapters)
         if self._scale != 1:
@@ -312,9 +332,11 @@ def make_block(spec: DecoderSpec, parts: Parts, layer: int) -> AnyBlock:
     return (PostNormBlock if spec.norm_place == "sum" else Block)(spec, parts, layer)
 
 
-def _make_norms(spec: DecoderSpec, parts: Parts, path: str, number: int) -> tuple[Norm | None, Finish | None]:
-    """Return the norm of a branch's input and the function that changes its output."""
-    has_norm = spec.norm_place != "after" and not (number == 1 and spec.side_by_side)
+def _make_norms(
+    spec: DecoderSpec, parts: Parts, path: str, number: int, has_norm: bool = True
+) -> tuple[Norm | None, Finish | None]:
+    """Return the norm of a branch's input, if it has one, and the function that changes its output."""
+    has_norm = has_norm and spec.norm_place != "after" and not (number == 1 and spec.side_by_side)
     before = make_norm(spec, parts, f"{path}.norm_{number}") if has_norm else None
     if spec.norm_place != "before":
         return before, make_norm(spec, parts, f"{path}.post_norm_{number}")

@@ -1,5 +1,6 @@
 """Interface between the model runner and models: a model's shape, and a step's inputs and outputs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -8,9 +9,10 @@ from torch import Tensor
 from tgis.errors import OperatorError
 from tgis.shard.attention.interface import Attention, AttentionPlan, StepLayout
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.layers.ops import Parts
+from tgis.shard.layers.ops import Parts, Product
 from tgis.shard.memory.kv_cache import AttentionShape
 from tgis.shard.memory.state_cache import StepStates
+from tgis.shard.models.spec import DecoderSpec
 
 
 class UnsupportedModelError(OperatorError):
@@ -83,9 +85,26 @@ class AdaptableModel(Model, Protocol):
     def parts(self) -> Parts: ...
 
 
+Taps = Mapping[int, Product]
+"""Products with inner states of a model, by the number of the layer whose input they read."""
+NO_TAPS: Taps = {}
+
+
 @runtime_checkable
 class SpeculativeModel(AdaptableModel, Protocol):
-    """Model whose last states a speculator reads. `logits` are the scaled scores of the final states."""
+    """Model whose states a speculator reads. `logits` are the scaled scores of the final states."""
+
+    @property
+    def spec(self) -> DecoderSpec: ...
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """Return rows of the table of embeddings, float32 [n, prompt_width]. All ranks return the same."""
+
+    def forward_tapped(
+        self, inputs: StepInputs, attention: Attention, taps: Taps
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the result of `forward`, and the sum of the taps' products, float32 [num_tokens, any], or
+        None if there are none. All ranks return the same."""
 
     def final_states(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """Return the input of the head, float32 [n, prompt_width], for rows of `forward`'s result. All ranks

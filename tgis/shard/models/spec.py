@@ -59,6 +59,10 @@ class LayerSpec:
     clip_qkv: float | None = None
     attention_scale: float | None = None  # None: head_dim^-1/2
 
+    first_key: int = 0  # keys at positions before it are hidden
+    # Width of the input of attention, if it differs from hidden_size.
+    attention_input_size: int | None = None
+
     embedding_scale: float = 1.0
     embedding_norm: bool = False
     final_norm: bool = True
@@ -229,6 +233,7 @@ class DecoderSpec(LayerSpec):
     residual_scale: float = 1.0  # factor of a branch's output
     feed_forward_scale: float = 1.0  # further factor of the feed-forward's output
     branches: tuple[Branches, ...] = ()  # per layer; empty: both in all layers
+    has_first_norm: bool = True  # False: the mixer of the first layer reads its input without a norm
     experts: Experts | None = None
     mamba: MambaSpec | None = None
     delta_net: DeltaNetSpec | None = None

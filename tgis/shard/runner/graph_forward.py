@@ -3,12 +3,10 @@
 import logging
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from tgis.shard.attention.interface import Attention
 from tgis.shard.kernels.cpu.jit.compiler import capture
 from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
-from tgis.shard.models.interface import Model, StepInputs
+from tgis.shard.models.interface import NO_TAPS, Model, StepInputs, Taps
 from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.forward import Forward, Outputs
 from tgis.shard.torch_internals import ForbidOperators, TorchOperatorError
@@ -26,8 +24,8 @@ class GraphForward(Forward):
     launch the same kernels, so the first such step is captured and later ones replay it. All other steps run
     layer by layer, as do models that use torch operators in addition to kernels."""
 
-    def __init__(self, model: Model, attention: Attention):
-        super().__init__(model, attention)
+    def __init__(self, model: Model, attention: Attention, taps: Taps = NO_TAPS):
+        super().__init__(model, attention, taps)
         self._pool = MemoryPool()
         self._steps = dict[int, _CapturedStep]()
         self._can_capture = True
@@ -47,13 +45,14 @@ class GraphForward(Forward):
     def _capture(self, inputs: StepInputs) -> "_CapturedStep | None":
         try:
             with ForbidOperators(), capture(self._pool.empty) as launches:  # type: ignore[no-untyped-call]
-                x = self.model.forward(inputs, self.attention)
+                x, tapped = self.run_layers(inputs)
                 logits = self.model.logits(x)
         except TorchOperatorError as error:
             logger.info("steps are not captured as kernel graphs, because the model uses %s", error)
             self._can_capture = False
             return None
-        outputs = self._pool.read_view(x), self._pool.read_view(logits)
+        tapped = None if tapped is None else self._pool.read_view(tapped)
+        outputs = Outputs(self._pool.read_view(x), self._pool.read_view(logits), tapped)
         step = self._steps[len(inputs.token_ids)] = _CapturedStep(KernelGraph(launches), inputs, outputs)
         return step
 
@@ -62,7 +61,7 @@ class GraphForward(Forward):
 class _CapturedStep:
     graph: KernelGraph
     inputs: StepInputs  # memory that the captured kernels read; later inputs are copied into it
-    outputs: tuple[Tensor, Tensor]
+    outputs: Outputs
 
     def run(self, inputs: StepInputs) -> Outputs:
         fixed = self.inputs

@@ -51,11 +51,10 @@ class HostSampler:
     ) -> None:
         """Report the requested input tokens of a step and sample its next tokens. `adapters` has the adapters
         of the step's tokens. The logits are overwritten."""
-        x, logits = outputs
         for span in work.input_spans:
-            self._report_input(span, x, adapters, response)
-        if logits is not None:
-            self._sample(work, logits, response)
+            self._report_input(span, outputs.x, adapters, response)
+        if outputs.logits is not None:
+            self._sample(work, outputs.logits, response)
 
     def _report_input(
         self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, response: pb.StepResponse
@@ -111,9 +110,9 @@ class HostSampler:
         unusable_rows = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
         if unusable_rows:
             retried = np.array(unusable_rows)
-            _, retry_logits = self._compute(retried)
-            assert retry_logits is not None
-            parts.append(self._sample_rows(retried, retry_logits))
+            logits_again = self._compute(retried).logits
+            assert logits_again is not None
+            parts.append(self._sample_rows(retried, logits_again))
             problems = [each for each in problems if each.row not in unusable_rows] + parts[-1].problems
         return parts, problems
 

@@ -91,12 +91,13 @@ class HostModelRunner:
     def _compute_batch(self, batch: Batch, response: pb.StepResponse) -> None:
         work = batch.work
         adapters = batch.inputs.adapters
-        x, logits = self.forward(batch)
+        outputs = self.forward(batch)
+        states = outputs.x if outputs.tapped is None else outputs.tapped
         if self._speculator is not None and work.drafts is not None:
-            x = x.clone()  # rows that are computed again without drafts overwrite it
-        self._sampler.answer(work, adapters, (x, logits), response)
+            states = states.clone()  # rows that are computed again without drafts overwrite it
+        self._sampler.answer(work, adapters, outputs, response)
         if self._speculator is not None:
-            self._speculator.follow(work.rows, work.starts, work.layout.begins, x, adapters)
+            self._speculator.follow(work.rows, work.starts, work.layout.begins, states, adapters)
 
     def _compute(self, rows: Integers) -> Outputs:
         return self.forward(self._builder.pack_work(self._builder.find_last(rows)))

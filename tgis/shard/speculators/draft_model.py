@@ -17,6 +17,7 @@ from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
 from tgis.shard.speculators.finite_weights import FiniteWeights
+from tgis.shard.speculators.interface import Served
 
 NAME = "a causal language model"
 NUM_TOKENS = 8
@@ -32,30 +33,23 @@ class DraftModel:
     num_tokens: int = NUM_TOKENS  # drafts of a row, unless the operator sets another maximum
 
 
-@dataclass(frozen=True)
-class Served:
-    """Served model, as far as a speculator must fit it."""
-
-    model: SpeculativeModel
-    tokenizer_directory: Path
-    max_sequence_length: int
-
-
-def load_draft_model(directory: Path, config: Config, served: Served, dtype: torch.dtype) -> DraftModel:
+def load_draft_model(
+    directory: Path, config: Config, model: SpeculativeModel, served: Served, dtype: torch.dtype
+) -> DraftModel:
     """Load the model in a directory, whose weights may be quantized. Raises UnsupportedModelError,
     ModelNotFoundError and WeightsError."""
     spec = _make_spec(config, served.max_sequence_length)
-    vocab_size = served.model.spec.vocab_size
+    vocab_size = model.spec.vocab_size
     if not _have_same_tokenizer(directory, served.tokenizer_directory) and spec.vocab_size != vocab_size:
         raise UnsupportedModelError(f"vocab_size {spec.vocab_size} differs from the model's {vocab_size}")
-    kernels = served.model.parts.kernels
+    kernels = model.parts.kernels
     group = ProcessGroup(0, 1, device=kernels.device)
     scheme = find_scheme(find_scheme_name(None, read_settings(config, directory)))
-    model = registry.load(directory, config, group, dtype, kernels, scheme, weights=FiniteWeights)
-    assert isinstance(model, Decoder), "its specification was checked"
+    draft = registry.load(directory, config, group, dtype, kernels, scheme, weights=FiniteWeights)
+    assert isinstance(draft, Decoder), "its specification was checked"
     # No request waits for the compilation of the head's kernel. The warm-up steps compile the others.
-    model.logits(torch.zeros(1, spec.hidden_size, device=kernels.device))
-    return DraftModel(model, min(spec.vocab_size, vocab_size))
+    draft.logits(torch.zeros(1, spec.hidden_size, device=kernels.device))
+    return DraftModel(draft, min(spec.vocab_size, vocab_size))
 
 
 def _make_spec(config: Config, length: int) -> DecoderSpec:

@@ -1,14 +1,27 @@
 """Interface of speculators, and the error of those that do not fit the model."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from tgis.errors import OperatorError
+from tgis.shard.models.config_reader import Config
 
 
 class SpeculatorError(OperatorError):
-    """Error for a speculator that cannot be used; its text is one line that names the directory."""
+    """Error for a speculator that cannot be used; its text is one line that names it."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """Served model, as far as a speculator must fit it."""
+
+    directory: Path
+    config: Config
+    tokenizer_directory: Path
+    max_sequence_length: int
 
 
 class Speculator(Protocol):

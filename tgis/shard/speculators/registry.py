@@ -6,7 +6,9 @@ from typing import Protocol
 import torch
 
 from tgis.hub.model_files import ModelNotFoundError, read_json
+from tgis.hub.speculators import MTP
 from tgis.shard.checkpoint.files import Checkpoint
+from tgis.shard.checkpoint.opening import count_elements, open_checkpoint
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.checkpoint.weights import Source
 from tgis.shard.collectives import ProcessGroup
@@ -15,10 +17,12 @@ from tgis.shard.models import registry as models
 from tgis.shard.models.config_reader import Config
 from tgis.shard.models.interface import Model, SpeculativeModel, UnsupportedModelError
 from tgis.shard.models.parts.states import find_state_shape
-from tgis.shard.speculators import draft_model, medusa, mlp
-from tgis.shard.speculators.draft_model import DraftModel, Served
+from tgis.shard.quant.registry import find_format
+from tgis.shard.speculators import draft_model, eagle, eagle3, medusa, mlp, mtp
+from tgis.shard.speculators.draft_head import DraftHead
+from tgis.shard.speculators.draft_model import DraftModel
 from tgis.shard.speculators.finite_weights import FiniteWeights
-from tgis.shard.speculators.interface import Speculator, SpeculatorError
+from tgis.shard.speculators.interface import Served, Speculator, SpeculatorError
 
 
 class SpeculatorKind(Protocol):
@@ -36,48 +40,81 @@ class SpeculatorKind(Protocol):
 
     def reads(self, config: Config) -> bool: ...
     def sources(self, config: Config) -> dict[str, Source]: ...
-    def build(self, config: Config, parts: Parts, model: SpeculativeModel) -> Speculator: ...
+    def build(self, config: Config, parts: Parts, model: SpeculativeModel) -> Speculator | DraftHead: ...
 
 
-KINDS: tuple[SpeculatorKind, ...] = (mlp, medusa)
+KINDS: tuple[SpeculatorKind, ...] = (mlp, medusa, eagle3, eagle)
+AnySpeculator = Speculator | DraftHead | DraftModel
 
 
-def load_speculator(
-    directory: Path, model: Model, dtype: torch.dtype, tokenizer_directory: Path, max_sequence_length: int
-) -> Speculator | DraftModel:
-    """Load the speculator in a directory, whole on every rank, with weights in `dtype`. Raises
-    SpeculatorError if it cannot be used with the model, which has the tokenizer in another directory."""
+def load_speculator(name: str, model: Model, served: Served, dtype: torch.dtype) -> AnySpeculator:
+    """Load the speculator in the directory of that name, or the one in the model's checkpoint, whole on every
+    rank, with weights in `dtype`. Raises SpeculatorError if it cannot be used with the model."""
+    try:
+        if name == MTP:
+            return _load_mtp(model, served, dtype)
+        directory = Path(name)
+        config = read_json(directory, "config.json")
+        kind = _find_kind(directory, config)
+        decoder = _check_model(model, draft_model.NAME if kind is None else kind.NAME)
+        if kind is None:
+            return draft_model.load_draft_model(directory, config, decoder, served, dtype)
+        return _load(directory, config, kind, decoder, dtype)
+    except (ModelNotFoundError, UnsupportedModelError, WeightsError) as error:
+        raise SpeculatorError(f"--speculator {name}: {error}") from error
+
+
+def _check_model(model: Model, name: str) -> SpeculativeModel:
+    """Raise UnsupportedModelError if speculators of that name cannot be used with a model."""
+    if not isinstance(model, SpeculativeModel):
+        raise UnsupportedModelError(f"{name} needs a decoder that the service's own engine runs")
+    if find_state_shape(model.spec, 1) is not None:
+        raise UnsupportedModelError("the model keeps a state, which drafts cannot roll back")
+    return model
+
+
+def _load_mtp(model: Model, served: Served, dtype: torch.dtype) -> DraftHead:
+    decoder = _check_model(model, mtp.NAME)
+    head = mtp.load_mtp(served.directory, served.config, decoder, dtype)
+    _try_once(head, decoder, decoder.parts.kernels.device)
+    return head
+
+
+def count_bytes(name: str, itemsize: int) -> int:
+    """Return the size of a speculator's weights on a rank, `itemsize` bytes each unless they are stored as
+    codes; 0 if they are part of the model's checkpoint. Raises SpeculatorError."""
+    if name == MTP:
+        return 0
+    directory = Path(name)
     try:
         config = read_json(directory, "config.json")
-        kind = _find_kind(config)
-        if not isinstance(model, SpeculativeModel):
-            name = draft_model.NAME if kind is None else kind.NAME
-            raise UnsupportedModelError(f"{name} needs a decoder that the service's own engine runs")
-        if find_state_shape(model.spec, 1) is not None:
-            raise UnsupportedModelError("the model keeps a state, which drafts cannot roll back")
-        if kind is None:
-            served = Served(model, tokenizer_directory, max_sequence_length)
-            return draft_model.load_draft_model(directory, config, served, dtype)
-        return _load(directory, config, kind, model, dtype)
+        kind = _find_kind(directory, config)
+        if kind is not None:
+            return Checkpoint(directory, kind.FILES).count_elements(None) * itemsize
+        format = find_format(config, directory)
+        return int(
+            count_elements(directory, format) * (format.layout.bytes_per_weight if format else itemsize)
+        )
     except (ModelNotFoundError, UnsupportedModelError, WeightsError) as error:
-        raise SpeculatorError(f"--speculator {directory}: {error}") from error
+        raise SpeculatorError(f"--speculator {name}: {error}") from error
 
 
-def _find_kind(config: Config) -> SpeculatorKind | None:
+def _find_kind(directory: Path, config: Config) -> SpeculatorKind | None:
     """Return the kind of a speculator that reads states, or None for a draft model. Raises
-    UnsupportedModelError for another config.json."""
-    kind = next((kind for kind in KINDS if kind.reads(config)), None)
-    if kind is None and not models.is_known(config):
+    UnsupportedModelError for another config.json, and WeightsError."""
+    if (kind := next((kind for kind in KINDS if kind.reads(config)), None)) is not None:
+        return kind
+    if not models.is_known(config):
         known = ", ".join(kind.NAME for kind in KINDS)
         raise UnsupportedModelError(
             f"its config.json describes none of these kinds: {known}, {draft_model.NAME}"
         )
-    return kind
+    return eagle if eagle.has_tensors(open_checkpoint(directory)) else None
 
 
 def _load(
     directory: Path, config: Config, kind: SpeculatorKind, model: SpeculativeModel, dtype: torch.dtype
-) -> Speculator:
+) -> Speculator | DraftHead:
     checkpoint = Checkpoint(directory, kind.FILES)
     device = model.parts.kernels.device
     with FiniteWeights(directory, kind.sources(config), kind.PREFIX, checkpoint=checkpoint) as weights:
@@ -90,8 +127,12 @@ def _load(
 
 
 @torch.inference_mode()
-def _try_once(speculator: Speculator, model: SpeculativeModel, device: torch.device) -> None:
-    """Propose once, so that no request waits for the compilation of kernels."""
+def _try_once(speculator: Speculator | DraftHead, model: SpeculativeModel, device: torch.device) -> None:
+    """Propose once, so that no request waits for the compilation of kernels. The warm-up steps compile those
+    of layers."""
+    if isinstance(speculator, DraftHead):
+        speculator.choose(torch.zeros(1, speculator.state_size, device=device))
+        return
     states = torch.zeros(1, model.prompt_width, device=device)
     token_ids = torch.zeros(1, dtype=torch.int64, device=device)
     speculator.propose(states, token_ids, speculator.num_tokens)

@@ -34,9 +34,10 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
+from tgis.shard.speculators.draft_head import DraftHead
 from tgis.shard.speculators.draft_model import DraftModel
-from tgis.shard.speculators.interface import Speculator, SpeculatorError
-from tgis.shard.speculators.registry import load_speculator
+from tgis.shard.speculators.interface import Served, Speculator, SpeculatorError
+from tgis.shard.speculators.registry import AnySpeculator, count_bytes, load_speculator
 from tgis.shard.startup import choose_platform, engine_choice, memory_plan
 from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.cache_type import CacheType, choose_cache_type
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum time that a rank waits for another rank that is still reading its weights.
 RENDEZVOUS_TIMEOUT_S = 600.0
+ALONE = ProcessGroup(0, 1)  # every rank has the whole speculator
 
 
 def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | None = None) -> ModelRunner:
@@ -166,14 +168,15 @@ class LoadPlan:
         )
         return runner
 
-    def _load_speculator(self, model: Model) -> Speculator | DraftModel | None:
+    def _load_speculator(self, model: Model) -> AnySpeculator | None:
         path = self.config.speculator
         if path is None:
             return None
         if self.on.device.type != "cpu":
             raise SpeculatorError(f"--speculator {path}: speculators run only on CPUs: set --device cpu")
         length = self.demand.max_sequence_length
-        return load_speculator(Path(path), model, self.dtype, self.tokenizer_directory, length)
+        served = Served(self._directory, self.settings, self.tokenizer_directory, length)
+        return load_speculator(path, model, served, self.dtype)
 
     def _open_probe(self, group: ProcessGroup) -> Probe | None:
         longest = min(self.demand.max_sequence_length - 1, self.config.max_step_tokens)
@@ -197,6 +200,9 @@ class LoadPlan:
             weights *= group.size
         weights = weights * group.local_size // group.size
         on = self.on
+        if self.config.speculator is not None:
+            itemsize = (on.product_dtype or self.dtype).itemsize
+            weights += group.local_size * count_bytes(self.config.speculator, itemsize)
         budget = MemoryBudget(
             left=on.memory_left(group),
             step=0,
@@ -269,16 +275,18 @@ class _Loaded:
     group: ProcessGroup
     guides: Guides
     adapters: LoadedAdapters
-    speculator: Speculator | DraftModel | None
+    speculator: AnySpeculator | None
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, including a draft model's keys and values."""
+        """Bytes of a block, including what a speculator keeps."""
         size, dtype = self.plan.demand.block_size, self.plan.cache_type.dtype
         num_bytes = bytes_per_block(self.model.spec, self.group, size, dtype)
         if isinstance(self.speculator, DraftModel):
-            draft = self.speculator.model
-            num_bytes += bytes_per_block(draft.spec, draft.parts.group, size, dtype)
+            num_bytes += bytes_per_block(self.speculator.model.spec, ALONE, size, dtype)
+        if isinstance(self.speculator, DraftHead):
+            num_bytes += bytes_per_block(self.speculator.spec, ALONE, size, dtype)
+            num_bytes += self.speculator.state_size * torch.float32.itemsize  # a state of each block
         return num_bytes
 
     @property
@@ -351,13 +359,13 @@ class _Loaded:
         return on.make_runner(on, parts)
 
     def _open_speculator(self, num_blocks: int) -> Speculator | DraftParts | None:
-        if not isinstance(self.speculator, DraftModel):
-            return self.speculator
-        draft = self.speculator.model
+        speculator = self.speculator
+        if not isinstance(speculator, DraftModel | DraftHead):
+            return speculator
+        spec = speculator.spec if isinstance(speculator, DraftHead) else speculator.model.spec
         dtype = self.plan.cache_type.dtype
-        block_size = self.plan.demand.block_size
-        cache = memory_plan.allocate(draft.spec, draft.parts.group, dtype, block_size, num_blocks)
-        return DraftParts(self.speculator, cache, self.plan.config.max_step_tokens)
+        cache = memory_plan.allocate(spec, ALONE, dtype, self.plan.demand.block_size, num_blocks)
+        return DraftParts(speculator, cache, self.plan.config.max_step_tokens)
 
 
 def _count_state_bytes(config: ShardConfig, choice: Choice) -> int:

@@ -22,6 +22,7 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides
+from tgis.shard.speculators.draft_head import DraftHead
 from tgis.shard.speculators.draft_model import DraftModel
 from tgis.shard.speculators.interface import Speculator
 
@@ -70,9 +71,9 @@ class KernelCompiler:
 
 @dataclass(frozen=True)
 class DraftParts:
-    """Draft model with its cache, which has the served model's blocks."""
+    """Draft model or head with its cache, which has the served model's blocks."""
 
-    draft: DraftModel
+    draft: DraftModel | DraftHead
     cache: AnyCache
     max_step_tokens: int
 

@@ -50,6 +50,19 @@ def test_scoring_options(scoring: dict, block_size: int) -> None:
     check(scene, {0: (90, 150), 1: (69, 70), 2: (0, 20)}, replace(PLAIN, **scoring))
 
 
+@pytest.mark.parametrize("scoring", [PLAIN, replace(PLAIN, window=60)], ids=["plain", "window"])
+@pytest.mark.parametrize("first_key", [1, 21])
+def test_slots_before_the_first_key_are_not_read(scoring: Scoring, first_key: int) -> None:
+    scene = Scene(Shape(), [150, 70, 40])
+    scene.write_all()
+    scoring = replace(scoring, first_key=first_key)
+    check(scene, {0: (90, 150), 1: (69, 70), 2: (first_key, 40)}, scoring)
+    out = scene.attend({2: (0, 40)}, scoring)[2]
+    assert not out[:first_key].any()  # these tokens have no keys
+    expected = scene.expected(2, first_key, 40, scoring)
+    torch.testing.assert_close(out[first_key:].double(), expected, rtol=2e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scoring", [PLAIN, BENT], ids=["plain", "bent"])
 def test_bits_do_not_depend_on_batch_or_chunks(dtype: torch.dtype, scoring: Scoring) -> None:

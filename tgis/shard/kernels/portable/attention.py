@@ -173,7 +173,7 @@ def _mask_keys(piece: Piece, length: int, scoring: Scoring) -> tuple[Tensor, Ten
     """Return distances (int64) and the mask of hidden keys (bool), [n, 1, count, length] each."""
     at = torch.arange(length, device=piece.positions.device)
     distance = at - piece.positions.unsqueeze(-1)  # [n, count, length]
-    hidden = (at >= piece.lengths).unsqueeze(1).expand_as(distance)
+    hidden = ((at >= piece.lengths) | (at < scoring.first_key)).unsqueeze(1).expand_as(distance)
     if scoring.causal:
         hidden = hidden | (distance > 0)
     if scoring.window:

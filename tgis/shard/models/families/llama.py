@@ -30,15 +30,21 @@ def spec(config: Config) -> DecoderSpec:
 
 
 def sources(spec: DecoderSpec) -> dict[str, Source]:
-    layer = "model.layers.{i}."
     return {
         "embed": "model.embed_tokens",
+        **layer_sources("model.layers.{i}."),
+        "norm": "model.norm",
+        "head": first_of("lm_head", "model.embed_tokens") if spec.tie_embeddings else "lm_head",
+    }
+
+
+def layer_sources(layer: str) -> dict[str, Source]:
+    """Return the sources of layers. `layer` begins the names of their modules."""
+    return {
         "blocks.{i}.norm_1": layer + "input_layernorm",
         "blocks.{i}.attention.qkv": stack(*(layer + f"self_attn.{x}_proj" for x in "qkv")),
         "blocks.{i}.attention.out": layer + "self_attn.o_proj",
         "blocks.{i}.norm_2": layer + "post_attention_layernorm",
         "blocks.{i}.mlp.up": stack(layer + "mlp.gate_proj", layer + "mlp.up_proj"),
         "blocks.{i}.mlp.down": layer + "mlp.down_proj",
-        "norm": "model.norm",
-        "head": first_of("lm_head", "model.embed_tokens") if spec.tie_embeddings else "lm_head",
     }

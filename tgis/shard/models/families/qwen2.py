@@ -1,4 +1,5 @@
-"""Qwen 2 and 2.5: Llama with biases for queries, keys and values; the last layers may have a window."""
+"""Qwen 2 and 2.5, and MiMo: Llama with biases for queries, keys and values; the last layers may have a
+window."""
 
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ from tgis.shard.models.families import llama
 from tgis.shard.models.parts.sliding_window import layer_windows
 from tgis.shard.models.spec import DecoderSpec
 
-MODEL_TYPES: tuple[str, ...] = ("qwen2",)
+MODEL_TYPES: tuple[str, ...] = ("qwen2", "mimo")
 sources = llama.sources
 
 

@@ -96,7 +96,8 @@ class SelfAttention:
         num_query_parts = 1 + spec.has_output_gate  # the gate precedes the queries
         widths = [q_size] * num_query_parts + [kv_size] * num_projections
         pieces = [size] * num_query_parts + [kv_pieces] * num_projections
-        self._qkv = ColumnParallel(parts, f"{path}.qkv", spec.hidden_size, widths, spec.qkv_bias, pieces)
+        input_size = spec.attention_input_size or spec.hidden_size
+        self._qkv = ColumnParallel(parts, f"{path}.qkv", input_size, widths, spec.qkv_bias, pieces)
         out = RowParallel(parts, f"{path}.out", q_size, spec.hidden_size, spec.out_bias)
         self._output = BranchOutput(parts, out, finish)
         self._clip = spec.clip_qkv

@@ -70,12 +70,12 @@ class DeviceModel:
         x = self.model.forward(inputs, self.attention)
         num_sampled = len(staged.sampled_x)
         if not num_sampled:
-            return x, None
+            return Outputs(x, None)
         if num_sampled == len(x):
-            return x, self.model.logits(x, inputs.adapters)
+            return Outputs(x, self.model.logits(x, inputs.adapters))
         at = staged.sampled_x.long()
         adapters = inputs.adapters
-        return x, self.model.logits(x[at], adapters and adapters.take(at))
+        return Outputs(x, self.model.logits(x[at], adapters and adapters.take(at)))
 
 
 class EagerStep:
@@ -108,7 +108,7 @@ class EagerStep:
 
     @torch.inference_mode()
     def sample(self) -> None:
-        _, logits = self.outputs()
+        logits = self.outputs().logits
         self._on.kernels.sample(logits, self._on.state, self._staged.sampled_rows, self.answers)
 
 
@@ -146,7 +146,7 @@ class FixedSteps:
         answers = self.answers[:num_sampled]
 
         def forward() -> None:
-            _, computed = self._on.compute(staged, tensors, inputs)
+            computed = self._on.compute(staged, tensors, inputs).logits
             assert computed is not None
             logits.copy_(computed)
 

@@ -180,7 +180,7 @@ class DeviceModelRunner:
         def outputs() -> Outputs:
             logits = self._fixed.logits
             is_first = has_prompts or count == len(arrays.token_rows)
-            return logits, logits[:count] if is_first else logits[torch.from_numpy(at)]
+            return Outputs(logits, logits[:count] if is_first else logits[torch.from_numpy(at)])
 
         return QueuedStep(pb.STEP_PATH_GRAPH, at, None, outputs, captured.sample.replay, self._fixed.answers)
 

@@ -95,7 +95,7 @@ MAPPED = (
     _means(
         "speculative_config",
         "speculate",
-        "JSON; `model`, a speculator, is --speculator, except for the method ngram",
+        "JSON; `model`, a speculator, is --speculator, except for ngram; the method mtp is --speculator mtp",
         short="-sc",
         convert=to_drafts,
         convert_more=find_speculator,

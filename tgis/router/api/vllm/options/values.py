@@ -16,7 +16,8 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SCHEMES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "gguf": ""}
 _FLOORS = {"fcfs": "0", "priority": str(MIN_PRIORITY)}
 _NGRAM = ("ngram", "[ngram]")
-_SPECULATORS = ("mlp_speculator", "medusa")
+_SPECULATORS = ("mlp_speculator", "medusa", "eagle", "eagle3", "draft_model")
+_MTP = ("mtp", "deepseek_mtp", "mimo_mtp", "glm4_moe_mtp")  # releases had a method for each family
 _ENGINES = {"auto": "", "vllm": "tgis_native", "transformers": "hf_transformers"}
 
 
@@ -98,8 +99,11 @@ def find_speculator(text: str) -> dict[str, str]:
     model = config.get("model")
     if method in _NGRAM or (method is None and model in _NGRAM):
         return {}
+    if method in _MTP and model is None:
+        return {"speculator": "mtp"}
     if method not in (None, *_SPECULATORS) or not isinstance(model, str) or not model:
-        raise ValueError(f"only ngram, and {' and '.join(_SPECULATORS)} with a model, are supported")
+        known = ", ".join(_SPECULATORS)
+        raise ValueError(f"only ngram, mtp, and with a model {known} are supported")
     return {"speculator": model}
 
 

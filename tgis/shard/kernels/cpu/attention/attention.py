@@ -134,4 +134,5 @@ def _scoring_fields(scoring: Scoring) -> tuple[int, ...]:
         0 if bias is None else bias.data_ptr(),
         0 if bias is None else bias.shape[1],
         0 if scoring.sinks is None else scoring.sinks.data_ptr(),
+        scoring.first_key,
     )

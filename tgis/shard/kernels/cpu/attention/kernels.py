@@ -113,14 +113,15 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
     def attend(args: Any) -> None:
         keys, values, num_kv_heads, head_dim, block_size, width = operands(args, 1, 6)
         num_heads, table, q_address, out = operands(args, 7, 4)
-        scale, soft_cap, window, causal, slopes, bias, num_biases, sinks = operands(args, 11, 8)
-        key_bits, value_bits, num_threads = operands(args, 19, 3)
+        scale, soft_cap, window, causal = operands(args, 11, 4)
+        slopes, bias, num_biases, sinks, first_key = operands(args, 15, 5)
+        key_bits, value_bits, num_threads = operands(args, 20, 3)
         key_factor, value_factor = as_float(key_bits), as_float(value_bits)
         p = Pages(keys, values, num_kv_heads, head_dim, block_size, width, key_factor, value_factor, columns)
         queries = Queries(q_address, out, num_heads)
         step = carray(pointer(table, _I64), TABLE)
         scales = as_float(scale), as_float(soft_cap)
-        scoring = ScoringArgs(*scales, window, causal, slopes, bias, num_biases, sinks)
+        scoring = ScoringArgs(*scales, window, causal, slopes, bias, num_biases, sinks, first_key)
         depth = round_up(p.head_dim, LANES)
         max_rows = step[MAX_TILE_AT] * min(HEADS, num_heads // p.num_kv_heads) + TALL
         q, sums = max_rows * depth, max_rows * (depth + LANES)

@@ -44,8 +44,8 @@ def result_size(length: int) -> int:
 def find_first_key(position: Any, scoring: Any) -> Any:
     """Return the first key that the token at a position attends to."""
     if scoring.window < 0:
-        return position - position % -scoring.window
-    return max(position - scoring.window + 1, 0) if scoring.window else 0
+        return max(position - position % -scoring.window, scoring.first_key)
+    return max(position - scoring.window + 1, scoring.first_key) if scoring.window else scoring.first_key
 
 
 @reorderable

@@ -73,6 +73,7 @@ class ScoringArgs(NamedTuple):
     bias: int  # address of float32 [num_heads, num_biases]
     num_biases: int
     sinks: int  # address of float32 [num_heads]
+    first_key: int
 
 
 class Queries(NamedTuple):

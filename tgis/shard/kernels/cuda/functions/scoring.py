@@ -39,6 +39,7 @@ class ScoreArguments(NamedTuple):
     @classmethod
     def of(cls, scoring: Scoring) -> "ScoreArguments":
         assert scoring.scale > 0, "a positive scale keeps the order of products"
+        assert not scoring.first_key, "only speculators have such caches, and they run on CPUs"
         reach = 0 if scoring.bias is None else scoring.bias.shape[1] // 2
         optional = scoring.soft_cap or None, scoring.slopes, scoring.bias
         limits = scoring.window or None, scoring.chunk or None

@@ -11,6 +11,7 @@ from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.forward import Forward
 from tgis.shard.runner.proposer import NO_TOKENS
+from tgis.shard.runner.proposers.cached_tokens import CachedTokens
 from tgis.shard.runner.row_table import Integers, Layout, TokenIds
 from tgis.shard.speculators.draft_model import DraftModel
 
@@ -42,19 +43,16 @@ class DraftModelProposer:
         self._builder = builder
         self._limits = limits
         self._table = builder.table
-        num_rows = len(self._table.rows)
-        self._computed = np.zeros(num_rows, np.int64)  # tokens of each row in the cache
-        self._fed = [NO_TOKENS] * num_rows  # drafts in the cache after these tokens
-        self._num_blocks = np.zeros(num_rows, np.int64)  # blocks that `_see_blocks` has seen
-        self._is_filled = np.zeros(limits.num_blocks, np.bool_)  # blocks whose tokens are all in the cache
+        self._cached = CachedTokens(self._table, limits.num_blocks)
+        self._fed = [NO_TOKENS] * len(self._table.rows)  # drafts in the cache after a row's tokens
         self._num_idle_steps = 0
 
     def reset(self) -> None:
-        self.open_rows(np.arange(len(self._computed)))
-        self._is_filled[:] = False
+        self._cached.reset()
+        self._fed = [NO_TOKENS] * len(self._fed)
 
     def open_rows(self, rows: Integers) -> None:
-        self._computed[rows] = self._num_blocks[rows] = 0
+        self._cached.open_rows(rows)
         for row in rows.tolist():
             self._fed[row] = NO_TOKENS
 
@@ -62,7 +60,7 @@ class DraftModelProposer:
         self, rows: Integers, starts: Integers, begins: Integers, x: Tensor, adapters: TokenAdapters | None
     ) -> None:
         """Compute the prompts among a step's tokens."""
-        self._see_blocks(rows, starts)
+        self._cached.see_blocks(rows, starts)
         self._num_idle_steps += 1
         if self._num_idle_steps > MAX_IDLE_STEPS:
             return
@@ -75,10 +73,10 @@ class DraftModelProposer:
         """Return drafts of rows of which the cache lacks few tokens, and none of others."""
         self._num_idle_steps = 0
         lengths = np.array([len(ids) for ids in token_ids])
-        self._see_blocks(rows, lengths - 1)
+        self._cached.see_blocks(rows, lengths - 1)
         for row, ids in zip(rows.tolist(), token_ids, strict=True):
             self._accept(row, ids)
-        is_near = lengths - self._computed[rows] <= MAX_GAP
+        is_near = lengths - self._cached.counts[rows] <= MAX_GAP
         proposed = [NO_TOKENS] * len(rows)
         with torch.inference_mode():
             self._catch_up(rows[~is_near], lengths[~is_near])
@@ -92,7 +90,7 @@ class DraftModelProposer:
     def _run(self, rows: Integers, lengths: Integers, max_drafts: Integers) -> list[TokenIds]:
         """Compute the missing tokens of rows, and all drafts except the last ones."""
         drafts = np.zeros((len(rows), int(max_drafts.max())), np.int32)
-        drafts[:, 0] = self._score(rows, self._computed[rows], lengths)
+        drafts[:, 0] = self._score(rows, self._cached.counts[rows], lengths)
         self._advance(rows, lengths)
         for number in range(1, drafts.shape[1]):
             live = (max_drafts > number).nonzero()[0]
@@ -119,7 +117,7 @@ class DraftModelProposer:
 
     def _catch_up(self, rows: Integers, ends: Integers) -> None:
         """Compute the missing tokens of rows before `ends`, as many as a step may have."""
-        starts = self._computed[rows]
+        starts = self._cached.counts[rows]
         counts = np.maximum(ends - starts, 0)
         left = self._limits.max_step_tokens - (counts.cumsum() - counts)
         counts = np.minimum(counts, np.maximum(left, 0))
@@ -137,15 +135,14 @@ class DraftModelProposer:
         batch = self._builder.pack_work(work)
         # The served model may know tokens that this one does not.
         batch.inputs.token_ids.clamp_(max=self._draft.model.spec.vocab_size - 1)
-        _, logits = self._forward(batch)
-        return logits
+        return self._forward(batch).logits
 
     def _accept(self, row: int, token_ids: TokenIds) -> None:
         """Count the drafts in the cache that became tokens. The last token is computed in any case."""
         fed = self._fed[row]
         if not len(fed):
             return
-        start = int(self._computed[row])
+        start = int(self._cached.counts[row])
         known = token_ids[start : start + len(fed)]
         is_same = known == fed[: len(known)]
         num_same = len(known) if is_same.all() else int(is_same.argmin())
@@ -154,27 +151,6 @@ class DraftModelProposer:
 
     def _advance(self, rows: Integers, ends: Integers) -> None:
         """Set the number of tokens of rows that are in the cache."""
-        size = self._table.block_size
-        firsts = self._computed[rows] // size
-        lasts = ends // size
-        for i in (lasts > firsts).nonzero()[0].tolist():
-            self._is_filled[self._table.block_tables[rows[i], firsts[i] : lasts[i]]] = True
-        self._computed[rows] = ends
+        self._cached.advance(rows, ends)
         for row in rows.tolist():
             self._fed[row] = NO_TOKENS
-
-    def _see_blocks(self, rows: Integers, starts: Integers) -> None:
-        """Note the blocks that rows have got. The first ones of a new row, before the start of its work, are
-        from the prefix cache; all others have other contents than before."""
-        size = self._table.block_size
-        counts = self._table.num_blocks[rows]
-        for i in (counts > self._num_blocks[rows]).nonzero()[0].tolist():
-            row, first = rows[i], self._num_blocks[rows[i]]
-            blocks = self._table.block_tables[row, : counts[i]]
-            if first == 0:
-                first = starts[i] // size
-                is_filled = self._is_filled[blocks[:first]]
-                num_filled = first if is_filled.all() else is_filled.argmin()
-                self._computed[row] = num_filled * size
-            self._is_filled[blocks[first:]] = False
-            self._num_blocks[row] = counts[i]

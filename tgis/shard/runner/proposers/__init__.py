@@ -1,0 +1,1 @@
+"""Proposers of drafts by speculators, which follow the rows' steps."""
