@@ -112,6 +112,15 @@ def test_a_rope_without_channels_is_refused() -> None:
     assert refusal(config) == "rotary embedding of 0 channels is not supported"
 
 
+@pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"])
+def test_queries_have_a_rank_unless_it_is_null(case: str) -> None:
+    make = CASES[case]
+    config = make().to_dict()
+    assert registry.make_spec({**config, "q_lora_rank": None}).latent.query_rank is None
+    del config["q_lora_rank"]
+    assert registry.make_spec(config).latent.query_rank == type(make())().q_lora_rank
+
+
 @pytest.mark.parametrize("case", ["mistral3", "mistral3_ministral3_tied", "mistral3_mistral4"])
 def test_mistral_3_is_tied_unless_its_configuration_denies_it(case: str) -> None:
     config = CASES[case]().to_dict()
