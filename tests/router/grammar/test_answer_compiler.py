@@ -10,7 +10,7 @@ import pytest_asyncio
 from tests.support.answer_cases import FORMATS, SCHEMA, reasoning
 from tests.support.answer_walks import takes, token_of
 from tgis.router.errors import RequestError
-from tgis.router.grammar.answer_rules import AnswerRules, CallRule
+from tgis.router.grammar.answer_rules import AnswerRules, CallRule, Notation
 from tgis.router.grammar.compiler import GrammarCompiler, Guided, read_constraint
 
 MAX_BYTES = 1 << 16
@@ -105,6 +105,26 @@ async def test_a_schema_that_no_grammar_keeps_does_not_disable_other_tools(gramm
     assert not takes(grammar, call % (1, '{"n": "x"}'), "added")
     with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters is not valid: .* not disjoint"):
         await text_of(grammars, guided(HOPELESS, other))
+
+
+async def test_names_that_a_notation_cannot_write(grammars: GrammarCompiler) -> None:
+    """The arguments of a function that is not strict may then be any."""
+    notation = Notation("=", ", ", ("True", "False", "None"))
+    schema = {**OBJECT, "properties": {'a"b': {"type": "integer"}}, "required": ['a"b']}
+
+    def ask(is_strict: bool) -> Guided:
+        asked = guided(schema, is_strict=is_strict)
+        assert asked.answer is not None
+        assert asked.answer.calls is not None
+        [function] = asked.answer.calls.functions
+        function = function._replace(head="f(", tail=")", notation=notation)
+        calls = replace(asked.answer.calls, functions=(function,))
+        return Guided("", "", answer=replace(asked.answer, calls=calls))
+
+    grammar = await text_of(grammars, ask(False))
+    assert takes(grammar, '</think><call>\nf(a="x")', "added")
+    with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters is not valid: the model's"):
+        await text_of(grammars, ask(True))
 
 
 async def test_formats_that_are_not_enforced_are_logged_once(

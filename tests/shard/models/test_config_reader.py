@@ -59,6 +59,79 @@ def test_grouped_heads_must_be_counted() -> None:
         registry.make_spec(config)
 
 
+WHOLE_ROPES = (
+    "falcon_h1",
+    "gemma4_text",
+    "gpt_oss",
+    "granite_swa",
+    "granitemoe_swa",
+    "granitemoehybrid_experts_rope_biases",
+    "llama4_text",
+    "ministral3",
+    "olmo3",
+    "smollm3",
+)
+
+
+@pytest.mark.parametrize("case", WHOLE_ROPES)
+def test_a_rope_of_some_channels_is_refused_where_transformers_rotates_all(case: str) -> None:
+    config = CASES[case]().to_dict()
+    registry.make_spec(config)
+    ropes = config.get("rope_parameters") or {}
+    sections = [config, *(rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict) and rope)]
+    for section in sections:
+        if section.get("rope_type") != "proportional":
+            kept = section.get("partial_rotary_factor")
+            section["partial_rotary_factor"] = 0.5
+            assert refusal(config) == "partial_rotary_factor 0.5 of the configuration is not supported"
+            section["partial_rotary_factor"] = kept
+
+
+@pytest.mark.parametrize("case", ["llama_grouped_queries", "mistral3", "gemma4_multimodal"])
+def test_models_that_read_later_tokens_are_refused(case: str) -> None:
+    config = CASES[case]().to_dict()
+    for section in (config, config.get("text_config", config)):
+        section["is_causal"] = False
+        assert refusal(config) == "is_causal False of the configuration is not supported"
+        section["is_causal"] = True
+        assert not refusal(config)
+
+
+def test_zero_means_no_magnitude_of_yarn() -> None:
+    config = CASES["deepseek_v3"]().to_dict()
+    rope = config["rope_parameters"]
+    for key in ("mscale", "mscale_all_dim"):
+        without = {name: value for name, value in rope.items() if name != key}
+        expected = registry.make_spec({**config, "rope_parameters": without})
+        assert registry.make_spec({**config, "rope_parameters": {**rope, key: 0}}) == expected
+        assert registry.make_spec(config) != expected
+
+
+def test_a_rope_without_channels_is_refused() -> None:
+    config = {**CASES["qwen3_next"]().to_dict(), "head_dim": 3}
+    assert refusal(config) == "rotary embedding of 0 channels is not supported"
+
+
+@pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"])
+def test_queries_have_a_rank_unless_it_is_null(case: str) -> None:
+    make = CASES[case]
+    config = make().to_dict()
+    assert registry.make_spec({**config, "q_lora_rank": None}).latent.query_rank is None
+    del config["q_lora_rank"]
+    assert registry.make_spec(config).latent.query_rank == type(make())().q_lora_rank
+
+
+@pytest.mark.parametrize("case", ["mistral3", "mistral3_ministral3_tied", "mistral3_mistral4"])
+def test_mistral_3_is_tied_unless_its_configuration_denies_it(case: str) -> None:
+    config = CASES[case]().to_dict()
+    config["text_config"].pop("tie_word_embeddings")
+    for given, expected in ((None, True), (True, True), (False, False)):
+        spec = registry.make_spec({**config, "tie_word_embeddings": given})
+        assert spec.tie_embeddings == expected
+    del config["tie_word_embeddings"]
+    assert registry.make_spec(config).tie_embeddings
+
+
 ODD = (None, "", "x", ["silu"], {"a": 1}, 0, 1, -1, 3, 10**4, 0.5, math.inf, math.nan, True)
 ONE_OF_EACH = {make().model_type: make for make in CASES.values()}
 

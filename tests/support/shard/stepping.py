@@ -16,6 +16,7 @@ from tgis.shard.memory.layered_cache import allocate_cache
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
+from tgis.shard.models.parts.states import open_state
 
 ALONE = ProcessGroup(0, 1)
 # Block tables of sequences 0, 1, ...: neither contiguous nor in order.
@@ -82,3 +83,13 @@ def compute_mixed_steps(
     steps = [{0: (first[:9], 0)}, {0: (first[:14], 9), 1: (second[:1], 0)}, {1: (second, 1), 0: (first, 14)}]
     logits = [torch.cat(list(stepper.step(work).values())) for work in steps]
     return torch.cat(logits).log_softmax(-1)
+
+
+def compute_prompt(model: Decoder, ids: list[int]) -> Tensor:
+    """Return the logits after each token of one sequence, [num_tokens, vocab_size], computed in one step."""
+    attention = new_attention(model, block_size=16)
+    layout = make_layout([(0, len(ids))], TABLES[:1])
+    states = open_state(model.spec, ALONE, len(ids))
+    plan = attention.plan(layout, "self")
+    inputs = StepInputs(torch.tensor(ids), layout.positions, layout, plan, states=states)
+    return model.logits(model.forward(inputs, attention))

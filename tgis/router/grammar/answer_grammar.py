@@ -6,14 +6,16 @@ token that no text matches, or by an exclusion."""
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tgis.router.grammar.answer_rules import AnswerRules, CallRule, CallRules, Mark, ReasoningRule, Tags
-from tgis.router.grammar.argument_notation import NotationWriter
+from tgis.router.grammar.argument_notation import UNWRITABLE_NAME, NotationWriter
 from tgis.router.grammar.conversion import HEADER
+from tgis.router.grammar.errors import InvalidGrammarError
 from tgis.router.grammar.json_schema.reading import read_schema
 from tgis.router.grammar.message_grammar import write_message_grammar
 from tgis.router.grammar.parameters import FunctionParameter, allows_any, read_parameters
+from tgis.router.grammar.tagged_texts import matches_nothing, read_text_patterns
 
 ANYTHING = "(?s:.*)"
 BLANKS = r"[ \t\r\n]{0,8}"
@@ -48,6 +50,7 @@ class _AnswerGrammar:
         self._number = number
         self._blanks = "BLANKS?" if rules.reasoning else ""
         self._lines: list[str] = []
+        self._texts: dict[str, int] = {}  # numbers of the rules of texts with patterns
 
     def write(self) -> str:
         reasoning = self._rules.reasoning
@@ -133,6 +136,8 @@ class _AnswerGrammar:
             return f"({self._any_tagged(tags, rules)})*"
         parts = []
         for parameter in read_parameters(function.schema):
+            if any(end.strip() in parameter.name for end in (tags.key_end, tags.text_key_end)):
+                raise InvalidGrammarError(UNWRITABLE_NAME)
             key_end = tags.text_key_end if parameter.is_text else tags.key_end
             begin = self._sequence(tags.key_begin + parameter.name + key_end + tags.value_begin, rules)
             value = self._tagged_value(function, parameter, tags, rules)
@@ -158,23 +163,39 @@ class _AnswerGrammar:
         if parameter.choices:
             return f"({' | '.join(map(json.dumps, parameter.choices))}) {end}"
         if parameter.is_text:
-            return self._tagged_text(tags, rules)
+            patterns = read_text_patterns(parameter.schema, function.is_strict)
+            return self._tagged_text(tags, rules, patterns)
         return f"%json {read_schema(parameter.schema, function.is_strict)} {end}"
 
-    def _tagged_text(self, tags: Tags, rules: CallRules) -> str:
-        """Return the grammar of a text up to and including its end."""
+    def _tagged_text(self, tags: Tags, rules: CallRules, patterns: Sequence[str] = ()) -> str:
+        """Return the grammar of a text up to and including its end. The text matches all patterns."""
         end = tags.value_end.strip()
-        after = self._sequence(tags.value_end[tags.value_end.index(end) + len(end) :], rules)
-        return f"{self._text_before(end, rules)} {after}"
+        before, _, after = tags.value_end.partition(end)
+        patterns = [pattern + _quote(before) for pattern in patterns]
+        return f"{self._text_before(end, rules, patterns)} {self._sequence(after, rules)}"
 
-    def _text_before(self, end: str, rules: CallRules) -> str:
-        """Return the grammar of a text up to and including its end."""
+    def _text_before(self, end: str, rules: CallRules, patterns: Sequence[str] = ()) -> str:
+        """Return the grammar of a text up to and including its end. The text matches all patterns."""
         mark = next((mark for mark in rules.marks if mark.text == end), None)
-        if mark is None:
+        if mark is None and not patterns:
             self._add_line(f"tagged[lazy]: /{ANYTHING}{_quote(end)}/")
             return "tagged"
-        self._add_line(f"TAGGED: {_any_but(_containing(end))}")
-        return f"TAGGED? {self._mark(mark)}"
+        if mark is None:
+            whole = " & ".join(f"/{pattern}{_quote(end)}/" for pattern in patterns)
+            goes_on = f"{ANYTHING}{_quote(end)}(?s:.+)"
+            return self._add_named("tagged", f"[lazy]: {whole} & {_not(goes_on)}")
+        if not patterns:
+            self._add_line(f"TAGGED: {_any_but(_containing(end))}")
+            return f"TAGGED? {self._mark(mark)}"
+        whole = " & ".join(f"/{pattern}/" for pattern in patterns)
+        name = self._add_named("TAGGED", f": {whole} & {_any_but(_containing(end))}")
+        return f"{name}{'?' if matches_nothing(patterns) else ''} {self._mark(mark)}"
+
+    def _add_named(self, kind: str, body: str) -> str:
+        """Write a rule or terminal, unless there is an equal one, and return its name."""
+        name = f"{kind}_{self._texts.setdefault(body, len(self._texts))}"
+        self._add_line(name + body)
+        return name
 
     def _head(self, name: str, head: str, rules: CallRules) -> str:
         """Return the beginning of a call. Without a mark before it, it may contain white space like any text

@@ -1,10 +1,12 @@
 """Writes the grammar of arguments whose notation is not JSON: `q="x", n=1` or `q:<|"|>x<|"|>,n:1`."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from tgis.router.grammar.answer_rules import Notation
+from tgis.router.grammar.errors import InvalidGrammarError
 from tgis.router.grammar.json_schema.reading import read_schema
 from tgis.router.grammar.parameters import allows_any
 
@@ -12,6 +14,14 @@ _DEFINITIONS = ("$defs", "definitions")
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", *_DEFINITIONS}
 _KEY = r"NOTATION_KEY: /[A-Za-z_][A-Za-z0-9_\-]*/"
 _NUMBER = '%json {"type": "number"}'
+
+
+UNWRITABLE_NAME = "the model's notation of calls cannot write the name of a property"
+# Names that parsers read, by the text between a key and its value.
+_NAMES = {
+    "=": re.compile(r"[^\s=,()\[\]{}\"']([^=,()\[\]{}\"']*[^\s=,()\[\]{}\"'])?"),
+    ":": re.compile(r"[^\s,:\[\]{}\"<]([^,:\[\]{}<]*[^\s,:\[\]{}<])?"),
+}
 
 
 class _Member(NamedTuple):
@@ -58,6 +68,8 @@ class NotationWriter:
         required = schema.get("required")
         names = required if isinstance(required, list) else []
         properties = schema.get("properties")
+        if not all(map(_NAMES[self._notation.key_end].fullmatch, properties or ())):
+            raise InvalidGrammarError(UNWRITABLE_NAME)
         members = [
             _Member(f"{json.dumps(name + self._notation.key_end)} {self._value(part)}", name in names)
             for name, part in (properties.items() if isinstance(properties, dict) else ())

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tgis.process.worker import answer_requests
 from tgis.router.grammar.answer_grammar import write_answer_grammar
-from tgis.router.grammar.answer_rules import FREE, AnswerRules, CallRule
+from tgis.router.grammar.answer_rules import FREE, AnswerRules, CallRule, CallRules
 from tgis.router.grammar.conversion import HEADER, cause_of, convert
 from tgis.router.grammar.errors import InvalidGrammarError
 from tgis.router.grammar.json_schema.reading import has_unknown_formats, read_schema
@@ -109,11 +109,14 @@ class Compiler:
         InvalidGrammarError with the field of the first unsupported strict schema."""
         if rules.calls is None:
             return rules
-        functions = tuple(map(self._keep_or_loosen, rules.calls.functions))
+        functions = tuple(self._keep_or_loosen(function, rules.calls) for function in rules.calls.functions)
         return replace(rules, calls=replace(rules.calls, functions=functions))
 
-    def _keep_or_loosen(self, function: CallRule) -> CallRule:
+    def _keep_or_loosen(self, function: CallRule, calls: CallRules) -> CallRule:
         try:
+            write_answer_grammar(
+                AnswerRules(calls=replace(calls, functions=(function,))), None, lambda token_id: token_id
+            )
             for schema in _list_values(function):
                 _try(f"{HEADER}start: %json {read_schema(schema, function.is_strict)}", self._bytes)
         except InvalidGrammarError as error:

@@ -95,6 +95,15 @@ def refuse_others(config: Config, **served: Any) -> None:
             raise UnsupportedModelError(f"{key} {given!r} of the configuration is not supported")
 
 
+def refuse_partial_rope(config: Config) -> None:
+    """Raise UnsupportedModelError if only a part of a head's channels is to be rotated."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parts = (config, given, *given.values()) if isinstance(given, Mapping) else (config,)
+    for part in parts:
+        if isinstance(part, Mapping) and part.get("rope_type") != "proportional":
+            refuse_others(part, partial_rotary_factor=1.0)
+
+
 def section(config: Config, key: str) -> Config:
     """Return a nested section of the configuration, or an empty one. Raises UnsupportedModelError."""
     value = config.get(key)
@@ -118,7 +127,7 @@ def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> R
     share = number(given, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     kind = given.get("rope_type") or given.get("type") or "default"
     dim = head_dim if kind == "proportional" else int(head_dim * share)
-    if dim % 2 or dim > head_dim:
+    if dim % 2 or not 0 < dim <= head_dim:
         raise UnsupportedModelError(f"rotary embedding of {dim} channels is not supported")
     if kind == "su" or (kind == "yarn" and "long_factor" in given):
         kind = "longrope"  # names in the first releases of Phi 3
@@ -163,11 +172,16 @@ def _scale_yarn(config: Config, given: Config, plain: Rope) -> Rope:
     factor = _factor(config, given, length)
     fast, slow = number(given, "beta_fast", 32.0), number(given, "beta_slow", 1.0)
     scaling = YarnScaling(factor, length, fast, slow, bool(given.get("truncate", True)))
-    mscale, mscale_all_dim = optional_number(given, "mscale"), optional_number(given, "mscale_all_dim")
+    mscale, mscale_all_dim = (read_mscale(given, key) for key in ("mscale", "mscale_all_dim"))
     amplitude = _magnitude(factor, 1.0)
     if mscale and mscale_all_dim:
         amplitude = _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
     return replace(plain, scaling=scaling, amplitude=number(given, "attention_factor", amplitude))
+
+
+def read_mscale(rope: Config, key: str) -> float | None:
+    """Return a factor of YaRN, or None if it is missing, null or 0. Raises ConfigurationError."""
+    return optional_number(rope, key) if rope.get(key) else None
 
 
 def _magnitude(factor: float, mscale: float) -> float:

@@ -11,6 +11,7 @@ from tgis.shard.checkpoint.weights import Source, Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels, Parts
 from tgis.shard.memory.kv_cache import cached_heads
+from tgis.shard.models.config_reader import refuse_others
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
 from tgis.shard.models.families import (
@@ -145,6 +146,9 @@ def make_spec(config: Mapping[str, Any]) -> Spec:
     if not is_known(config):
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model type {model_type!r} is not supported; supported are: {known}")
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping):
+            refuse_others(part, is_causal=True)
     spec = FAMILIES[config["model_type"]].spec(config)
     if spec.num_kv_heads and spec.num_heads % spec.num_kv_heads:
         text = f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads"

@@ -20,6 +20,7 @@ from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
 from tgis.router.grammar.answer_grammar import write_answer_grammar
 from tgis.router.grammar.answer_rules import Mark
+from tgis.router.grammar.errors import InvalidGrammarError
 from tgis.router.sequence import Stopping, StopReason
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Rome"]}}, "required": ["city"]}
@@ -165,6 +166,67 @@ def test_values_between_tags_follow_the_schema(
     assert takes(tokenizer, form, write("any", a="x", b="1"))
     for wrong in (write("f", s="x"), write("f", n="x"), write("f", n="1", t="1"), write("g", n="1")):
         assert not takes(tokenizer, form, wrong)
+
+
+BOUNDED: dict[str, dict[str, object]] = {
+    "s": {"type": "string", "minLength": 2, "maxLength": 4},
+    "p": {"type": "string", "pattern": "^(a/|b)+$"},
+    "q": {"type": "string", "pattern": "[xy]\\n?z", "maxLength": 5},
+    "e": {"type": "string", "maxLength": 1},
+}
+VALUES = {
+    "s": (["ab", "a\nb", " é🙂 "], ["", "a", "abcde"]),
+    "p": (["a/", "ba/b"], ["", "c", "ab", "a/c", "xa/"]),
+    "q": (["xz", "..yz", "y\nz"], ["", "x", "...xyz", "xy"]),
+    "e": (["", "x", "\n"], ["xy"]),
+}
+
+
+@pytest.mark.parametrize("are_marks", [False, True])
+@pytest.mark.parametrize("kind", ["glm45", "qwen3_coder", "deepseek_v32"])
+def test_texts_between_tags_keep_their_bounds(
+    kind: str, are_marks: bool, vocabularies: dict[bool, Tokenizer]
+) -> None:
+    formats = ChatFormats(next(each for each in TOOL_FORMATS if each.name == kind))
+    write = {
+        "glm45": "<tool_call>f\n<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=%s>\n%s\n</parameter>\n</function>\n"
+        "</tool_call>",
+        "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+        '<｜DSML｜parameter name="%s" string="true">%s</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+    }[kind]
+    for is_strict in (False, True):
+        tool = Tool({"name": "f", "parameters": {"properties": BOUNDED}, "strict": is_strict})
+        body = ChatRequest(messages=[], tools=[tool], tool_choice="required")
+        form = make_form(vocabularies[are_marks], formats, "", body)
+        for key, (right, wrong) in VALUES.items():
+            for value in right:
+                text = write % (key, value)
+                assert takes(vocabularies[are_marks], form, text), (key, value)
+                [(_, arguments)] = read(form, text, vocabularies[are_marks])[2]
+                assert json.loads(arguments) == {key: value}
+            for value in wrong:
+                assert not takes(vocabularies[are_marks], form, write % (key, value)), (key, value)
+
+
+UNWRITABLE = {"glm45": "a</arg_key>b", "qwen3_coder": "a>b", "deepseek_v32": 'a" string="true">'}
+UNWRITABLE |= {"gemma4": "a:b", "pythonic": 'a"b', "olmo3": "a[b]"}
+
+
+@pytest.mark.parametrize("kind", UNWRITABLE)
+def test_names_that_the_notation_cannot_write(kind: str, vocabularies: dict[bool, Tokenizer]) -> None:
+    formats = ChatFormats(next(each for each in TOOL_FORMATS if each.name == kind))
+    for name, is_writable in ((UNWRITABLE[kind], False), ("two words", True), ("$x.é-1", True)):
+        tools = [Tool({"name": "f", "parameters": {"properties": {name: {"type": "boolean"}}}})]
+        body = ChatRequest(messages=[], tools=tools, tool_choice="required")
+        rules = make_form(vocabularies[False], formats, "", body).rules(is_constrained=False)
+        assert rules is not None
+        if is_writable:
+            write_answer_grammar(rules, None, lambda token_id: token_id)
+            continue
+        with pytest.raises(InvalidGrammarError, match="cannot write the name of a property"):
+            write_answer_grammar(rules, None, lambda token_id: token_id)
 
 
 NESTED_SCHEMA = {

@@ -94,6 +94,7 @@ def test_text_that_is_no_call_is_content(text: str) -> None:
         ("qwen3_coder", f"hi\n{QWEN}True\n</parameter>\n</function>\n</tool_", "hi", '{"n": true}'),
         ("deepseek_v32", f'{DSML}n" string="false">1</｜DSML｜par', "", '{"n": '),
         ("deepseek_v32", f'hi\n\n{DSML}n" string="true">1</｜DSML｜parameter>\n', "hi", '{"n": "1"}'),
+        ("deepseek_v32", f'{DSML}a"b" string="true">1</｜DSML｜parameter>', "", '{"a\\"b": "1"}'),
         ("qwen3_coder", f"{QWEN}NaN\n</parameter>\n</function>\n</tool_call>ok", "ok", '{"n": "NaN"}'),
     ],
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from tgis.router.chat.answers import python_arguments, tagged_value
 from tgis.router.chat.answers.json_text import write_json
@@ -142,7 +143,7 @@ class CallReader:
         malformed."""
         source = self._source
         ends = tuple(end.strip() for end in (body.key_end, body.text_key_end or body.key_end))
-        key = yield from source.text_before(ends[0][:1] if body.text_key_end else ends[0])
+        key = yield from source.text_before(_common_begin(*ends))
         source.held.append(key)
         end = yield from source.has_any(ends)
         if end is None or (body.value_begin and not (yield from source.has_all((body.value_begin,)))):
@@ -237,3 +238,9 @@ class CallReader:
                 return
             yield from source.value(source.held.append)
         source.held.clear()
+
+
+def _common_begin(one: str, other: str) -> str:
+    """Return the longest text that begins both texts."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(character for character, _ in pairs)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from math import isfinite
 from typing import Any
 
 from tgis.router.chat.answers.json_text import write_json
@@ -68,9 +69,11 @@ def _read(token: Token, tokens: Iterator[Token], depth: int) -> Any:
 
 def _read_bare(text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return None if text == "None" else text
+    # JSON has no infinity and no NaN.
+    return text if isinstance(value, float) and not isfinite(value) else value
 
 
 def _read_items(end: str, tokens: Iterator[Token], depth: int) -> Iterator[tuple[Any, Any]]:

@@ -4,7 +4,14 @@ from dataclasses import replace
 from math import log
 
 from tgis.shard.checkpoint.weights import Source, part_of_head, rotated_first, stack
-from tgis.shard.models.config_reader import Config, count, integer, optional_number, refuse_others
+from tgis.shard.models.config_reader import (
+    Config,
+    count,
+    integer,
+    optional_number,
+    read_mscale,
+    refuse_others,
+)
 from tgis.shard.models.families import glm4_moe, llama
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec, Experts, Latent
@@ -13,6 +20,7 @@ MODEL_TYPES: tuple[str, ...] = ("deepseek_v2",)
 
 # Values that a configuration may leave out.
 DEFAULTS = {
+    "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
@@ -92,7 +100,7 @@ def _latent(config: Config) -> Latent:
 
 def _yarn_scale(rope: Config) -> float:
     """Return the factor of attention scores by which YaRN counters longer sequences."""
-    mscale = optional_number(rope, "mscale_all_dim")
+    mscale = read_mscale(rope, "mscale_all_dim")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     factor = optional_number(rope, "factor") or 1.0
     if kind == "default" or mscale is None or factor <= 1:

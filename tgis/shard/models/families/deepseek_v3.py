@@ -11,6 +11,7 @@ sources = deepseek_v2.sources
 
 # Values that a configuration may leave out.
 DEFAULTS = {
+    "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,

@@ -3,7 +3,14 @@
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source, stack
-from tgis.shard.models.config_reader import Config, integer, number, numbers, refuse_others
+from tgis.shard.models.config_reader import (
+    Config,
+    integer,
+    number,
+    numbers,
+    refuse_others,
+    refuse_partial_rope,
+)
 from tgis.shard.models.families import granitemoehybrid, llama
 from tgis.shard.models.spec import DecoderSpec, MambaSpec, SideBySide
 
@@ -15,6 +22,7 @@ DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
 
 def spec(config: Config) -> DecoderSpec:
     config = {**DEFAULTS, **config}
+    refuse_partial_rope(config)
     refuse_others(config, hidden_act="silu")  # also that of the convolution
     shared = llama.spec(config)
     gate, down = numbers(config, "mlp_multipliers", 2)

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source, by_layer, expert, stack
-from tgis.shard.models.config_reader import Config, count, integer, optional_number, refuse_others, rope
+from tgis.shard.models.config_reader import (
+    Config,
+    count,
+    integer,
+    optional_number,
+    refuse_others,
+    refuse_partial_rope,
+    rope,
+)
 from tgis.shard.models.families import gemma3, llama, mixtral
 from tgis.shard.models.interface import ConfigurationError, UnsupportedModelError
 from tgis.shard.models.parts.sliding_window import FULL, SLIDING, layer_windows
@@ -42,6 +50,7 @@ def spec(config: Config) -> DecoderSpec:
     config = {**DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
     refuse_others(config, use_bidirectional_attention="vision")
     config = {**config, "rope_parameters": config.get("rope_parameters") or ROPES}
+    refuse_partial_rope(config)
     shared = llama.spec({**config, "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh"})
     kinds = _layer_kinds(config, shared.num_layers)
     sources = _kv_sources(config, kinds)

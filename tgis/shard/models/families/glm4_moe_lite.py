@@ -12,6 +12,7 @@ sources = deepseek_v2.sources
 
 # Values that a configuration may leave out.
 DEFAULTS = {
+    "q_lora_rank": 768,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 192,
     "qk_rope_head_dim": 64,

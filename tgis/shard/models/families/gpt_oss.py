@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source, expert, interleaved, transposed
 from tgis.shard.layers.activation import CLAMPED_SWIGLU
-from tgis.shard.models.config_reader import Config, refuse_others
+from tgis.shard.models.config_reader import Config, refuse_others, refuse_partial_rope
 from tgis.shard.models.families import llama, mixtral
 from tgis.shard.models.parts.sliding_window import layer_windows
 from tgis.shard.models.spec import DecoderSpec
@@ -31,6 +31,7 @@ DEFAULTS = {
 def spec(config: Config) -> DecoderSpec:
     refuse_others(config, hidden_act="silu", swiglu_alpha=1.702, swiglu_limit=7.0)
     config = {**DEFAULTS, **config}
+    refuse_partial_rope(config)
     shared = llama.spec(config)
     return replace(
         shared,

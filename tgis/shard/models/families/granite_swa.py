@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source
 from tgis.shard.layers.rotary import Rope
-from tgis.shard.models.config_reader import Config
+from tgis.shard.models.config_reader import Config, refuse_partial_rope
 from tgis.shard.models.families import granite
 from tgis.shard.models.interface import ConfigurationError
 from tgis.shard.models.parts.sliding_window import layer_windows
@@ -29,6 +29,7 @@ def spec(config: Config) -> DecoderSpec:
 def add_sinks(shared: DecoderSpec, config: Config) -> DecoderSpec:
     """Return the specification of a Granite with sinks, windows and a rotary embedding per layer. Raises
     UnsupportedModelError."""
+    refuse_partial_rope(config)
     is_local = [layer % PERIOD != 0 for layer in range(shared.num_layers)]
     windows = layer_windows({"sliding_window": DEFAULTS["sliding_window"], **config}, is_local)
     return replace(shared, sinks=True, windows=windows, layer_ropes=_layer_ropes(shared, config))

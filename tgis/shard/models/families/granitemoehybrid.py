@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source
-from tgis.shard.models.config_reader import Config, integer, refuse_others
+from tgis.shard.models.config_reader import Config, integer, refuse_others, refuse_partial_rope
 from tgis.shard.models.families import granite, granitemoe, mixtral
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec, MambaSpec
@@ -17,6 +17,7 @@ MAMBA, ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention"
 
 
 def spec(config: Config) -> DecoderSpec:
+    refuse_partial_rope(config)
     refuse_others(config, position_embedding_type=("rope", "nope"))
     num_experts = config.get("num_local_experts", 8)
     # Without experts, there is only the shared MLP.

@@ -12,7 +12,7 @@ from tgis.shard.checkpoint.weights import (
     stack,
     transposed,
 )
-from tgis.shard.models.config_reader import Config, integer, number
+from tgis.shard.models.config_reader import Config, integer, number, refuse_partial_rope
 from tgis.shard.models.families import llama, mixtral
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.parts.nope import leave_out, read_nope_layers
@@ -44,6 +44,7 @@ def spec(config: Config) -> DecoderSpec:
     if not isinstance(text, Mapping):
         raise UnsupportedModelError(f"text_config {text!r} of the configuration is not an object")
     config = {**DEFAULTS, **text}
+    refuse_partial_rope(config)
     shared = llama.spec({**config, "intermediate_size": config["intermediate_size_mlp"], "mlp_bias": False})
     nope_layers = read_nope_layers(config, shared.num_layers)
     is_chunked = [layer not in nope_layers for layer in range(shared.num_layers)]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source
-from tgis.shard.models.config_reader import Config, integer, optional_number
+from tgis.shard.models.config_reader import Config, integer, optional_number, refuse_partial_rope
 from tgis.shard.models.families import llama
 from tgis.shard.models.parts.sliding_window import layer_windows
 from tgis.shard.models.spec import DecoderSpec, QueryScaling
@@ -35,6 +35,7 @@ def spec(config: Config) -> DecoderSpec:
     config = {**DEFAULTS, **config}
     given = config.get("rope_parameters") or config.get("rope_scaling") or ROPE
     config = {**config, "rope_parameters": given}
+    refuse_partial_rope(config)
     shared = llama.spec(config)
     has_window = config.get("sliding_window") is not None
     return replace(

@@ -32,6 +32,8 @@ def spec(config: Config) -> DecoderSpec:
     text = config.get("text_config") or {}
     if not isinstance(text, Mapping):
         raise UnsupportedModelError(f"text_config {text!r} of the configuration is not an object")
+    # A head that is stored nevertheless is read.
+    text = {**text, "tie_word_embeddings": config.get("tie_word_embeddings") is not False}
     kind = text.get("model_type", "mistral")
     if kind == "ministral3":
         return ministral3.spec(text)

@@ -12,6 +12,7 @@ MODEL_TYPES: tuple[str, ...] = ("mistral4",)
 
 # Values that a configuration may leave out.
 DEFAULTS = {
+    "q_lora_rank": 1024,
     "kv_lora_rank": 256,
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,

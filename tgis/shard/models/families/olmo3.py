@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tgis.shard.models.config_reader import Config, rope
+from tgis.shard.models.config_reader import Config, refuse_partial_rope, rope
 from tgis.shard.models.families import olmo2
 from tgis.shard.models.parts.sliding_window import SLIDING, layer_windows
 from tgis.shard.models.spec import DecoderSpec
@@ -16,6 +16,7 @@ DEFAULTS = {"rope_theta": 5e5, "sliding_window": 4096}
 
 def spec(config: Config) -> DecoderSpec:
     config = {**DEFAULTS, **config}
+    refuse_partial_rope(config)
     shared = olmo2.spec(config)
     is_local = [(layer + 1) % 4 != 0 for layer in range(shared.num_layers)]
     return replace(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tgis.shard.models.config_reader import Config
+from tgis.shard.models.config_reader import Config, refuse_partial_rope
 from tgis.shard.models.families import llama
 from tgis.shard.models.parts.nope import leave_out, read_nope_layers
 from tgis.shard.models.parts.sliding_window import layer_windows
@@ -17,6 +17,7 @@ DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": 
 
 def spec(config: Config) -> DecoderSpec:
     config = {**DEFAULTS, **config}
+    refuse_partial_rope(config)
     shared = llama.spec(config)
     nope_layers = read_nope_layers(config, shared.num_layers)
     has_window = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
