@@ -53,14 +53,20 @@ class LoadProcesses:
                 process.kill()
             await process.wait()
 
-    async def run(self, jobs: Sequence[LoadJob], listen: Listener) -> RunRecord:
-        """Run jobs, at most one per process, with the same start. Raises LoadError."""
+    async def run(
+        self, jobs: Sequence[LoadJob], listen: Listener, begin: Callable[[float], None] | None = None
+    ) -> RunRecord:
+        """Run jobs, at most one per process, with the same start. Raises LoadError.
+
+        `begin` is called with the start, a time of the monotonic clock, shortly before it."""
         used = self._processes[: len(jobs)]
         for process, job in zip(used, jobs, strict=True):
             _send(process, job.to_json())
         for process in used:
             await _receive(process, "ready", listen)
         start = time.monotonic() + HEAD_START_S
+        if begin is not None:
+            begin(start)
         for process in used:
             _send(process, {"start": start})
         results = await asyncio.gather(*(_receive(process, "records", listen) for process in used))
