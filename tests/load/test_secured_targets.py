@@ -100,7 +100,7 @@ def test_a_url_with_https_needs_no_other_flag(secured: Secured) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["fmaas", "completions"])
 def test_what_is_missing_is_named(api: str, secured: Secured, tmp_path: Path) -> None:
-    """Without a token, without a certificate of the client, with another authority, with a file that is none."""
+    """Without a token, without a certificate, with another authority, with a file that is none."""
     whole = secured.flags("ca-cert", "cert", "key")
     trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
     (tmp_path / "none.pem").write_text("none")

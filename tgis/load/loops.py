@@ -119,8 +119,10 @@ class LoadRun:
 
 async def _wait_until(due: float, clock: RunClock) -> None:
     """Wait until the clock shows the time. The event loop's timers may be a millisecond early."""
-    while (left := due - clock()) > 0:
+    left = due - clock()
+    while left > 0:
         await asyncio.sleep(left)
+        left = due - clock()
 
 
 def find_faults(prompting: Prompting, record: AnswerRecord, text: str) -> list[str]:

@@ -6,7 +6,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tgis.load.errors import LoadError
@@ -29,6 +29,8 @@ class RunRecord:
     delays: list[float]
     """Delays of the processes' event loops."""
     elapsed_s: float
+    cpu_s: list[float] = field(default_factory=list)
+    """CPU time of each process."""
 
 
 class LoadProcesses:
@@ -75,6 +77,7 @@ class LoadProcesses:
             cpu_shares=[result["cpu_share"] for result in results],
             delays=[delay for result in results for delay in result["delays"]],
             elapsed_s=max(result["elapsed_s"] for result in results),
+            cpu_s=[result["cpu_s"] for result in results],
         )
 
 

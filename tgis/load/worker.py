@@ -80,6 +80,7 @@ async def _measure(run: LoadRun, clock: RunClock) -> None:
         {
             "records": [asdict(record) for record in run.records],
             "cpu_share": used / wall if wall else 0.0,
+            "cpu_s": used,
             "delays": looks.delays,
             "elapsed_s": clock(),
         }
