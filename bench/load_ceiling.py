@@ -1,5 +1,5 @@
-"""`python -m bench.load_ceiling`: measure the CPU time of a load process of `tgis bench` per streamed token, by
-API. The router's shard is a fake whose steps are slow, so that each message has one token."""
+"""`python -m bench.load_ceiling`: measure the CPU time of a load process of `tgis bench` per streamed token,
+by API. The router's shard is a fake whose steps are slow, so that each message has one token."""
 
 import argparse
 import statistics
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bench import api_clients
 from bench.apis import RandomTokens, running
+from bench.contest import Spread
 from bench.generator import Generator, check_answers, closed_loop, load_processes
 from bench.report import format_table
 from bench.service import BenchError, exit_on_sigterm
@@ -52,9 +53,10 @@ def format_costs(costs: Sequence[LoadCost]) -> str:
     rows = []
     for api in dict.fromkeys(cost.api for cost in costs):
         chosen = [cost for cost in costs if cost.api == api]
-        token_us = statistics.median(cost.token_us for cost in chosen)
+        token_us = Spread.of([cost.token_us for cost in chosen])
         size = statistics.median(cost.message_tokens for cost in chosen)
-        rows.append([api, f"{token_us:.0f}", f"{size:.2f}", f"{MAX_CPU_SHARE * 1e6 / token_us:.0f}"])
+        rate = MAX_CPU_SHARE * 1e6 / token_us.median
+        rows.append([api, f"{token_us:.0f}", f"{size:.2f}", f"{rate:.0f}"])
     head = ("API", "CPU time a token, us", "tokens a message", f"tokens/s at {MAX_CPU_SHARE:.0%} of a core")
     return format_table(head, rows)
 

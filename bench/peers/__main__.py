@@ -132,6 +132,7 @@ def _start(peer: Peer, model: Path, options: argparse.Namespace, stack: contextl
     python = sys.executable
     if peer.environment is not None:
         python = str(environments.ensure(peer.environment, options.peers).absolute())
+    options.peers.mkdir(parents=True, exist_ok=True)
     arguments = peer.arguments(model, options.peers)
     log = options.peers / f"{peer.name}.log"
     starting = worker.start(peer.module, *arguments, python=python, log=log, env=peer.variables())

@@ -17,6 +17,8 @@ from tgis.load.records import Prompting
 CHUNK_BYTES = 1 << 16
 MAX_BODY_BYTES = 64 << 20
 EVENT = b"data:"
+LENGTHS = (b"content-length", b"transfer-encoding")
+"""Headers of an answer that says where it ends."""
 CONNECTION, PROTOCOL = "connection", "protocol"
 """Kinds of failures without a status."""
 
@@ -28,10 +30,16 @@ class _Reply:
     body: bytearray = field(default_factory=bytearray)
     is_complete: bool = False
     keeps_alive: bool = False
+    has_length: bool = False
+    """False if only the end of the connection ends the answer."""
     parser: httptools.HttpResponseParser = field(init=False)
 
     def __post_init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in LENGTHS:
+            self.has_length = True
 
     def on_body(self, data: bytes) -> None:
         self.body += data
@@ -157,7 +165,9 @@ async def _read(reader: asyncio.StreamReader, reply: _Reply) -> AsyncIterator[No
     while not reply.is_complete:
         data = await reader.read(CHUNK_BYTES)
         if not data:
-            raise AnswerError(CONNECTION)
+            if reply.has_length or not reply.parser.get_status_code():
+                raise AnswerError(CONNECTION)
+            return
         reply.parser.feed_data(data)
         if len(reply.body) > MAX_BODY_BYTES:
             raise AnswerError(PROTOCOL)
