@@ -1,6 +1,6 @@
 """Streaming clients of every API, with one connection per stream; a worker process whose arguments are the
-addresses of the gRPC and HTTP ports. They parse only the last messages, so that they are not the
-bottleneck."""
+addresses of the gRPC and HTTP ports. They parse only the last messages: `tgis.load` needs more CPU time for a
+token than the router whose limit is measured with them, and would be the bottleneck."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ import uvloop
 from smg_grpc_proto.generated import vllm_engine_pb2 as engine_pb
 
 from bench import worker
-from bench.load import CHANNEL_OPTIONS
+from tgis.load.apis.fmaas import CHANNEL_OPTIONS
 from tgis.pb import generation_pb2 as pb
 
 MODULE = "bench.api_clients"

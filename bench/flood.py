@@ -2,31 +2,30 @@
 texts of 4 MB, which are refused, as fast as they can."""
 
 import statistics
-import subprocess
-import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 
-from bench.load import CHANNEL_OPTIONS
+from bench.generator import Generator, check_answers, closed_loop, load_processes, open_loop
 from bench.rates import service_flags
 from bench.service import BenchError, launch
-from tgis.pb import generation_pb2 as pb
-from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+from tgis.load.job import LoadJob
+from tgis.load.records import AnswerRecord
+from tgis.load.workload.arrivals import arrival_times
+from tgis.load.workload.conversations import Workload
 
 CLIENTS = 4
 TEXT = "word " * 800_000
 SMALL_TEXT = "a small request"
+REFUSAL = "INVALID_ARGUMENT"
 QUIET_S, FLOOD_S = 10.0, 20.0
 SETTLE_S = 10.0  # by then the router has released the memory of refused texts
-PAUSE_S = 0.02  # between two small requests
+SMALL_PER_S = 20.0
 TIMEOUT_S = 120.0
 MIB = 1 << 20
 
@@ -67,67 +66,47 @@ def run(options: Namespace, model: Path) -> dict[str, Any]:
 
 def measure(model: Path, log: Path, flags: list[str], directory: Path | None = None) -> Round:
     """Measure the package in `directory`, by default this one. Raises BenchError."""
-    with launch(model, log, flags, directory) as (target, _):
-        with grpc.insecure_channel(target, CHANNEL_OPTIONS) as channel:
-            stub = GenerationServiceStub(channel)
-            _refuse(stub)
-            quiet = list(_ask_small(stub, QUIET_S))
-            before = _router_bytes()
-            with _flooding(target) as clients:
-                flooded = list(_ask_small(stub, FLOOD_S))
-            num_refused = sum(int(client.stdout.read()) for client in clients if client.stdout)
-            time.sleep(SETTLE_S)
-            return Round(quiet, flooded, num_refused, _router_bytes() - before)
+    with launch(model, log, flags, directory) as (target, _), load_processes(1 + CLIENTS) as generator:
+        _refuse(generator, replace(_clients(target, 1.0), num_conversations=1))
+        quiet = generator.answers(_small_requests(target, QUIET_S))
+        before = _router_bytes()
+        texts = [_clients(target, FLOOD_S) for _ in range(CLIENTS)]
+        flooded, num_refused = _flood(generator, _small_requests(target, FLOOD_S), texts)
+        time.sleep(SETTLE_S)
+        grown = _router_bytes() - before
+        return Round(_seconds(quiet), _seconds(flooded), num_refused, grown)
 
 
-def flood(target: str, seconds: float) -> int:
-    """Send texts one after the other, and return how many were refused."""
-    end, count = time.monotonic() + seconds, 0
-    with grpc.insecure_channel(target, CHANNEL_OPTIONS) as channel:
-        stub = GenerationServiceStub(channel)
-        while time.monotonic() < end:
-            _refuse(stub)
-            count += 1
-    return count
+def _seconds(answers: Sequence[AnswerRecord]) -> list[float]:
+    return [answer.total_s for answer in answers]
 
 
-def _refuse(stub: GenerationServiceStub) -> None:
-    try:
-        stub.Generate(_request(TEXT), timeout=TIMEOUT_S)
-    except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-            return
-        raise BenchError(f"a text was not refused as too long but with {error.code()}") from error
-    raise BenchError("a text of 4 MB was not refused")
+def _small_requests(target: str, seconds: float) -> LoadJob:
+    """Return small requests at a constant rate, so that a stall of the service counts for each of them."""
+    workload = Workload(texts=(SMALL_TEXT,), output_tokens="1", is_unary=True)
+    return open_loop(target, workload, arrival_times("constant", SMALL_PER_S, seconds, None, seed=0))
 
 
-def _ask_small(stub: GenerationServiceStub, seconds: float) -> Iterator[float]:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        start = time.perf_counter()
-        stub.Generate(_request(SMALL_TEXT), timeout=TIMEOUT_S)
-        yield time.perf_counter() - start
-        time.sleep(PAUSE_S)
+def _clients(target: str, seconds: float) -> LoadJob:
+    """Return the job of a client that sends the text again and again."""
+    workload = Workload(texts=(TEXT,), output_tokens="1", is_unary=True)
+    job = closed_loop(target, workload, clients=1, timeout_s=TIMEOUT_S)
+    return replace(job, num_conversations=None, duration_s=seconds)
 
 
-def _request(text: str) -> pb.BatchedGenerationRequest:
-    params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=1))
-    return pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text)], params=params)
+def _flood(generator: Generator, small: LoadJob, texts: Sequence[LoadJob]) -> tuple[list[AnswerRecord], int]:
+    """Return the small answers, and the number of refusals."""
+    records = generator.run(small, *texts).records
+    refused = [record for record in records if record.error == REFUSAL]
+    answered = [record for record in records if record.error != REFUSAL]
+    check_answers(answered)
+    return answered, len(refused)
 
 
-@contextmanager
-def _flooding(target: str) -> Iterator[list[subprocess.Popen[str]]]:
-    command = [sys.executable, "-m", "bench.flood", target, str(FLOOD_S)]
-    clients = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(CLIENTS)]
-    try:
-        yield clients
-        for client in clients:
-            if client.wait(TIMEOUT_S):
-                raise BenchError(f"a client of the flood ended with status {client.returncode}")
-    finally:
-        for client in clients:
-            client.kill()
-            client.wait()
+def _refuse(generator: Generator, job: LoadJob) -> None:
+    [record] = generator.run(job).records
+    if record.error != REFUSAL:
+        raise BenchError(f"a text of 4 MB was not refused as too long but with {record.error}")
 
 
 def _router_bytes() -> int:
@@ -135,7 +114,3 @@ def _router_bytes() -> int:
         if "router" in process.cmdline():
             return int(process.memory_info().rss)
     raise BenchError("the router is gone")
-
-
-if __name__ == "__main__":
-    print(flood(sys.argv[1], float(sys.argv[2])))

@@ -1,27 +1,29 @@
 """Measures the time between tokens of 16 short streams while a prompt of 2,048 tokens is computed beside
 them, compared with the same streams alone; in turns, with one service."""
 
-import asyncio
 import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import grpc
-
-from bench.figures import percentile
-from bench.load import CHANNEL_OPTIONS, Answer, Job, ask, make_requests, start_clock
+from bench.generator import (
+    Generator,
+    check_answers,
+    closed_loop,
+    load_processes,
+    new_prompts,
+    open_loop,
+    time_of_token,
+)
 from bench.rates import service_flags
-from bench.service import BenchError, launch
-from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-
-if TYPE_CHECKING:
-    from tgis.pb.generation_pb2_grpc import GenerationServiceAsyncStub
+from bench.service import launch
+from tgis.load.job import LoadJob
+from tgis.load.records import AnswerRecord
+from tgis.load.statistics import quantile
 
 STREAMS, SHORT_TOKENS, NEW_TOKENS = 16, 32, 96
 PROMPT_TOKENS = 2048
@@ -31,8 +33,10 @@ TIMEOUT_S = 120.0
 
 def run(options: Namespace, model: Path) -> dict[str, Any]:
     """Measure both. Raises BenchError."""
-    with launch(model, options.cache / "interruption.log", service_flags(options)) as (target, _):
-        rounds = asyncio.run(_measure(target, options.rounds))
+    log = options.cache / "interruption.log"
+    with launch(model, log, service_flags(options)) as (target, _), load_processes(2) as generator:
+        generator.answers(_streams(target))
+        rounds = [_measure_round(generator, target) for _ in range(options.rounds)]
     alone, beside, first_s = (
         statistics.median(getattr(each, name) for each in rounds)
         for name in ("alone_s", "beside_s", "first_s")
@@ -51,60 +55,31 @@ class Round:
     first_s: float
 
 
-async def _measure(target: str, rounds: int) -> list[Round]:
-    channels = [grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) for _ in range(1 + STREAMS)]
-    try:
-        stubs = [GenerationServiceStub(channel) for channel in channels]
-        await _run_streams(stubs, None)
-        return [await _measure_round(stubs) for _ in range(rounds)]
-    finally:
-        await asyncio.gather(*(channel.close() for channel in channels))
+def _streams(target: str) -> LoadJob:
+    workload = new_prompts(SHORT_TOKENS, NEW_TOKENS, has_token_details=True)
+    return closed_loop(target, workload, STREAMS, timeout_s=TIMEOUT_S)
 
 
-async def _measure_round(stubs: "list[GenerationServiceAsyncStub]") -> Round:
-    alone, _ = await _run_streams(stubs, None)
-    starts = [answer.arrivals[COMES_AFTER] for answer in alone]
-    comes = statistics.median(starts)
-    beside, prompt = await _run_streams(stubs, comes)
-    assert prompt is not None
+def _measure_round(generator: Generator, target: str) -> Round:
+    alone = generator.answers(_streams(target))
+    comes = statistics.median(time_of_token(answer, COMES_AFTER) for answer in alone)
+    long = open_loop(target, new_prompts(PROMPT_TOKENS, 1), [comes])
+    records = generator.run(_streams(target), long).records
+    check_answers(records)
+    [prompt] = [record for record in records if record.input_tokens == PROMPT_TOKENS]
+    beside = [record for record in records if record is not prompt]
+    first_s = prompt.arrivals[0] - prompt.sent
     result = Round(
-        alone_s=percentile(find_gaps(alone, comes, TIMEOUT_S), 99),
-        beside_s=percentile(find_gaps(beside, prompt.sent, prompt.arrivals[0]), 99),
-        first_s=prompt.arrivals[0] - prompt.sent,
+        alone_s=quantile(sorted(find_gaps(alone, comes, TIMEOUT_S)), 0.99),
+        beside_s=quantile(sorted(find_gaps(beside, prompt.sent, prompt.arrivals[0])), 0.99),
+        first_s=first_s,
     )
     beside_ms, alone_ms = 1e3 * result.beside_s, 1e3 * result.alone_s
     print(f"between tokens, p99: {beside_ms:.0f} to {alone_ms:.0f} ms", file=sys.stderr)
     return result
 
 
-async def _run_streams(
-    stubs: "list[GenerationServiceAsyncStub]", comes: float | None
-) -> tuple[list[Answer], Answer | None]:
-    """Run the streams; the long prompt is sent at the given second, if at all."""
-    short, long = _job(SHORT_TOKENS), _job(PROMPT_TOKENS)
-    requests, [prompt] = make_requests(short), [next(make_requests(long))]
-    clock = start_clock()
-    streams = [
-        asyncio.create_task(ask(stub, short, next(requests), NEW_TOKENS, index, clock))
-        for index, stub in enumerate(stubs[1:])
-    ]
-    answers = []
-    if comes is not None:
-        await asyncio.sleep(comes - clock.read())
-        answers.append(await ask(stubs[0], long, prompt, 1, STREAMS, clock))
-    answers = [*await asyncio.gather(*streams), *answers]
-    if failed := [answer.error for answer in answers if answer.error]:
-        raise BenchError(f"{len(failed)} streams failed, first: {failed[0]}")
-    return answers[:STREAMS], answers[-1] if comes is not None else None
-
-
-def _job(input_tokens: int) -> Job:
-    """Return new prompts."""
-    sizes = (STREAMS, 1, input_tokens, NEW_TOKENS)
-    return Job("", "stream", *sizes, time.time_ns(), TIMEOUT_S, every_token=True)
-
-
-def find_gaps(answers: Iterable[Answer], begin: float, end: float) -> list[float]:
+def find_gaps(answers: Iterable[AnswerRecord], begin: float, end: float) -> list[float]:
     """Return the seconds between tokens of a stream whose waiting time overlaps the interval."""
     return [
         after - before

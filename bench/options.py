@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import shapes
-from bench.load import Mode
+from bench.clients import MODES
 from bench.rates import SECTIONS as RATES
 from bench.targets import TARGETS
 
-MODES: tuple[Mode, ...] = ("stream", "unary")
 # In the order of measurement. Peers are measured by a separate run, whose last figures are shown.
 SECTIONS = (
     *("memory", *RATES, "clients"),

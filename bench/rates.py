@@ -3,14 +3,27 @@ and the shares of the machine's limits."""
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import burst, limits, variants, worker
-from bench.contest import Asked, Case, Match, Sample, Spread, play, rates_of, ratios_of, select, shares_of
+from bench import limits, variants, worker
+from bench.contest import (
+    Asked,
+    Case,
+    Contender,
+    Match,
+    Sample,
+    Spread,
+    play,
+    rates_of,
+    ratios_of,
+    select,
+    shares_of,
+)
+from bench.generator import Loaded, load_processes
 from bench.limits import Rates
 from bench.probe import probing
 from bench.service import BenchError, first_line, launch
@@ -27,7 +40,7 @@ COMPARED_PREFILL = 512
 CACHE_TOKENS, MAX_LENGTH = 81920, 2304
 UNMEASURED = "unmeasured: the processor has no {}"
 
-Start = Callable[[], AbstractContextManager[Asked]]
+Start = Callable[[], AbstractContextManager[Contender]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,7 @@ def measure(options: Namespace, model: Path) -> Found:
         ours = stack.enter_context(serving(options, model, OURS, OURS_FLAGS))
         machine = probe()
         unmeasured = find_unmeasured(machine)
-        rivals: dict[str, Asked] = {}
+        rivals: dict[str, Contender] = {}
         for name, sections, start in _list_starts(options, model):
             if is_emulated(name, machine):
                 continue
@@ -109,15 +122,15 @@ def list_sizes() -> list[str]:
 
 
 @contextlib.contextmanager
-def serving(options: Namespace, model: Path, name: str, more: Sequence[str]) -> Iterator[Asked]:
+def serving(options: Namespace, model: Path, name: str, more: Sequence[str]) -> Iterator[Loaded]:
     """Launched service and its clients."""
     log = options.cache / f"{name.replace(' ', '-')}.log"
     flags = [*service_flags(options), *more]
-    with launch(model, log, flags) as (target, _), worker.start(burst.MODULE, target) as clients:
-        yield Asked(name, clients)
+    with launch(model, log, flags) as (target, _), load_processes() as generator:
+        yield Loaded(name, generator, target)
 
 
-def make_matches(options: Namespace, ours: Asked, others: dict[str, Asked]) -> list[Match]:
+def make_matches(options: Namespace, ours: Contender, others: Mapping[str, Contender]) -> list[Match]:
     """Return the matches that the chosen sections need."""
     chosen, matches = set(options.only), list[Match]()
     everywhere = [others[each.name] for each in VARIANTS if each.name in others and not each.is_for_context]

@@ -1,5 +1,6 @@
 """Runs a gRPC server that only streams one message repeatedly, to measure gRPC's limit for a router worker.
-Several processes share the port: `python -m bench.raw_grpc PORT`."""
+It is a server, which load processes cannot replace. Several share the port: `python -m bench.raw_grpc
+PORT`."""
 
 import sys
 from collections.abc import AsyncIterator

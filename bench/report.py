@@ -2,9 +2,11 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.clients import UNARY
 from bench.contest import Sample, Spread
 from bench.targets import GGUF_TARGETS, TARGETS, Figure, Target
 
@@ -15,7 +17,7 @@ HEAD = (
     "output tok/s",
     "decode tok/s",
     "first token ms p50 / p90 / p99",
-    "per token ms p50 / p90 / p99",
+    "between messages ms p50 / p90 / p99",
     "whole answer ms p50 / p90 / p99",
 )
 
@@ -118,12 +120,12 @@ def _format_rate(rate: float | None, unit: str) -> str:
 
 def _format_clients(result: dict[str, Any]) -> list[str]:
     entries = result["service"]
-    head = f"Closed-loop clients, medians of {result['rounds']}:"
+    head = f"Closed-loop clients, {result['rounds']} runs, medians of their rates:"
     parts = [f"{head}\n\n{format_table(HEAD, [_service_row(entry) for entry in entries])}"]
-    failed = sum(int(entry["figures"]["failed"]) for entry in entries)
-    if failed:
-        first = _first_error(result)
-        parts.append(f"**{failed} requests failed**; the figures leave them out. First: {first}")
+    errors = sum((Counter(entry["figures"]["errors"]) for entry in entries), Counter[str]())
+    if errors:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in errors.items())
+        parts.append(f"**{errors.total()} requests failed**: {kinds}; the latencies leave them out.")
     return parts
 
 
@@ -133,8 +135,10 @@ def _service_row(entry: dict[str, Any]) -> list[str]:
         str(entry["clients"]),
         entry["mode"],
         _number(figures["output_tokens_per_s"]),
-        _number(figures.get("decode_tokens_per_s")),
-        *(_percentiles(figures, name) for name in ("first_token_ms", "token_ms", "answer_ms")),
+        _number(figures["decode_tokens_per_s"]),
+        # A whole answer has no first token of its own.
+        "–" if entry["mode"] == UNARY else _percentiles(figures["ttft"]),
+        *(_percentiles(figures[name]) for name in ("itl", "total")),
     ]
 
 
@@ -143,19 +147,13 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def _percentiles(figures: dict[str, float], name: str) -> str:
-    values = [figures.get(f"{name}_p{percent}") for percent in (50, 90, 99)]
-    return "–" if values[0] is None else " / ".join(_number(value) for value in values)
+def _percentiles(seconds: dict[str, float]) -> str:
+    if not seconds["count"]:
+        return "–"
+    return " / ".join(_number(1e3 * seconds[name]) for name in ("p50", "p90", "p99"))
 
 
 def _number(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "–"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _first_error(result: dict[str, Any]) -> str:
-    answers = (
-        answer for entry in result["service"] for repeat in entry["repeats"] for answer in repeat["answers"]
-    )
-    return next(str(answer["error"]) for answer in answers if answer["error"])

@@ -8,19 +8,21 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from bench import timed_clients, worker
 from bench.api_clients import GRPC
 from bench.apis import RandomTokens, running
 from bench.contest import Spread, turns
+from bench.generator import Generator, closed_loop, load_processes
 from bench.report import format_table
-from bench.timed_clients import ask_streams, ask_unary
+from tgis.load.workload.conversations import Workload
 
 ONE, SPLIT = "one process", "engine + 1 worker"
 NUM_WORKERS = {ONE: 0, SPLIT: 1}
 NUM_CALLS, NEW_TOKENS = 50, 100  # of a round
 GOAL_MS = 0.5
+TEXTS = ("The quick brown fox",)
 
 
 @dataclass(frozen=True)
@@ -47,24 +49,27 @@ def measure(options: argparse.Namespace) -> str:
 
 
 class _Router:
-    def __init__(self, tokens: RandomTokens, clients: worker.Worker) -> None:
-        self._tokens, self._clients = tokens, clients
+    def __init__(self, tokens: RandomTokens, generator: Generator, target: str) -> None:
+        self._tokens, self._generator, self._target = tokens, generator, target
 
     def measure(self, name: str, number: int) -> Latency:
         """Measure all routers. Raises BenchError."""
         self._tokens.is_fast = True
-        call_s = statistics.median(ask_unary(self._clients, NUM_CALLS))
+        call = Workload(texts=TEXTS, output_tokens="1", is_unary=True)
+        job = closed_loop(self._target, call, clients=1, num_conversations=NUM_CALLS, warm_up=1)
+        call_s = statistics.median(answer.total_s for answer in self._generator.answers(job))
         self._tokens.is_fast = False
-        [stream] = ask_streams(self._clients, 1, NEW_TOKENS)
-        return Latency(name, number, 1e3 * call_s, 1e3 * statistics.median(stream.pauses_s))
+        long = Workload(texts=TEXTS, output_tokens=str(NEW_TOKENS))
+        [stream] = self._generator.answers(closed_loop(self._target, long, clients=1))
+        pauses = [after - before for before, after in pairwise(stream.arrivals)]
+        return Latency(name, number, 1e3 * call_s, 1e3 * statistics.median(pauses))
 
 
 def _start(stack: ExitStack, num_workers: int) -> _Router:
     directory, tokens = stack.enter_context(tempfile.TemporaryDirectory(prefix="latency-")), RandomTokens()
     tokens.watch(0, 0)  # steps do not wait for further streams
     bench = stack.enter_context(running(Path(directory), 8, [GRPC], tokens, None, num_workers))
-    target = bench.router.grpc_target
-    return _Router(tokens, stack.enter_context(worker.start(timed_clients.MODULE, target)))
+    return _Router(tokens, stack.enter_context(load_processes()), bench.router.grpc_target)
 
 
 def format_latencies(latencies: Sequence[Latency]) -> str:

@@ -8,17 +8,19 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 
-from bench import timed_clients, worker
 from bench.contest import Spread
+from bench.generator import Generator, closed_loop, load_processes
 from bench.report import format_table
 from bench.router_group import RouterService
 from bench.service import BenchError
-from bench.timed_clients import TimedStream, ask_streams
 from tests.support.router.fake_shard import FakeShard, ShardServer
 from tests.support.router.router_process import router_command
 from tests.support.tokenizers.trained import write_byte_level
+from tgis.load.records import AnswerRecord
+from tgis.load.workload.conversations import Workload
 from tgis.pb import shard_pb2 as pb
 
 NUM_WORKERS, NUM_STREAMS, NUM_KILLS = 3, 64, 3
@@ -30,14 +32,16 @@ PAUSE_GOAL_S = 3.0
 class Streams:
     """Router workers in front of a fake shard whose tokens depend on all tokens before them."""
 
-    def __init__(self, router: RouterService, clients: worker.Worker) -> None:
-        self._router, self._clients = router, clients
+    def __init__(self, router: RouterService, generator: Generator) -> None:
+        self._router, self._generator = router, generator
 
-    def stream(self) -> list[TimedStream]:
-        """Start the router. Raises BenchError."""
-        return ask_streams(self._clients, NUM_STREAMS, NEW_TOKENS)
+    def stream(self) -> list[AnswerRecord]:
+        """Run the streams, whose texts are the same in each run. Raises BenchError."""
+        texts = tuple(f"The quick brown fox {index}" for index in range(NUM_STREAMS))
+        workload = Workload(texts=texts, output_tokens=str(NEW_TOKENS))
+        return self._generator.answers(closed_loop(self._router.grpc_target, workload, NUM_STREAMS))
 
-    def stream_with_loss(self) -> list[TimedStream]:
+    def stream_with_loss(self) -> list[AnswerRecord]:
         """Kill the engine process during the streams. Raises BenchError."""
         engine = self._router.engine
         assert engine is not None, "the engine runs in a process of its own"
@@ -66,33 +70,35 @@ def running(directory: Path) -> Iterator[Streams]:
         router = RouterService(router_command(directory, *flags), NUM_WORKERS)
         stack.callback(router.end)
         router.service.wait_until_serving()
-        clients = stack.enter_context(worker.start(timed_clients.MODULE, router.grpc_target))
-        yield Streams(router, clients)
+        yield Streams(router, stack.enter_context(load_processes()))
 
 
 def measure(options: argparse.Namespace) -> str:
     """Measure the losses. Raises BenchError. Each loss uses new processes, because the launcher delays
     repeated restarts."""
-    whole, lost = list[list[str]](), list[list[TimedStream]]()
+    whole, lost = list[list[str | None]](), list[list[AnswerRecord]]()
     for _ in range(NUM_KILLS):
         with tempfile.TemporaryDirectory(prefix="router-losses-") as directory:
             with running(Path(directory)) as streams:
-                whole.append([stream.text for stream in streams.stream()])
+                whole.append([stream.digest for stream in streams.stream()])
                 lost.append(streams.stream_with_loss())
                 print(_pauses(lost[-1]), file=sys.stderr, flush=True)
     return format_losses(whole, lost)
 
 
-def _pauses(streams: Sequence[TimedStream]) -> Spread:
-    return Spread.of([max(stream.pauses_s) for stream in streams])
+def _pauses(streams: Sequence[AnswerRecord]) -> Spread:
+    """Return the longest time between two messages of each stream."""
+    return Spread.of(
+        [max(after - before for before, after in pairwise(stream.arrivals)) for stream in streams]
+    )
 
 
-def format_losses(whole: Sequence[Sequence[str]], lost: Sequence[Sequence[TimedStream]]) -> str:
-    """Return a Markdown table of the losses, given the texts of an undisturbed run."""
+def format_losses(whole: Sequence[Sequence[str | None]], lost: Sequence[Sequence[AnswerRecord]]) -> str:
+    """Return a Markdown table of the losses, given the digests of the texts of an undisturbed run."""
     rows = []
     for number, (texts, streams) in enumerate(zip(whole, lost, strict=True), 1):
         pauses = _pauses(streams)
-        num_wrong = sum(stream.text != text for stream, text in zip(streams, texts, strict=True))
+        num_wrong = sum(stream.digest != text for stream, text in zip(streams, texts, strict=True))
         cells = (f"{pauses.high:.2f}", f"{pauses.median:.2f}", str(num_wrong))
         rows.append([str(number), str(len(streams)), *cells])
     table = format_table(["kill", "streams", "longest pause, s", "median, s", "texts that differ"], rows)

@@ -6,18 +6,18 @@ import statistics
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 from tokenizers import Tokenizer
 
-from bench.load import LETTERS
+from bench.generator import Generator, closed_loop, load_processes
 from bench.rates import service_flags
 from bench.service import launch
-from tgis.pb import generation_pb2 as pb
-from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+from tgis.load.workload.conversations import Workload
 
+LETTERS = "etaoinshrdlucmfw"
 PREFIX_TOKENS = 1000
 OWN_WORDS = 4  # tokens after the shared prefix
 HITS = 3
@@ -28,9 +28,8 @@ def run(options: Namespace, model: Path) -> dict[str, Any]:
     """Measure both. Raises BenchError."""
     log, flags = options.cache / "prefix.log", service_flags(options)
     source = Texts(model)
-    with launch(model, log, flags) as (target, _), grpc.insecure_channel(target) as channel:
-        stub = GenerationServiceStub(channel)
-        pairs = [_measure_round(stub, source) for _ in range(options.rounds + 1)][1:]
+    with launch(model, log, flags) as (target, _), load_processes() as generator:
+        pairs = [_measure_round(generator, target, source) for _ in range(options.rounds + 1)][1:]
     missed, hit = (1e3 * statistics.median(seconds) for seconds in zip(*pairs, strict=True))
     detail = f"{missed:.0f} to {hit:.0f} ms"
     return {"figures": {"prefix": {"values": [miss / hit for miss, hit in pairs], "detail": detail}}}
@@ -54,22 +53,14 @@ class Texts:
         return text
 
 
-def _measure_round(stub: GenerationServiceStub, texts: Texts) -> tuple[float, float]:
+def _measure_round(generator: Generator, target: str, texts: Texts) -> tuple[float, float]:
     """Return the seconds until the first token, of a prompt that shares nothing and of the prompts after
     it."""
     prefix = texts.make_prefix()
-    missed, *hits = (_time_first_token(stub, prefix + texts.make_words(OWN_WORDS)) for _ in range(1 + HITS))
+    prompts = tuple(prefix + texts.make_words(OWN_WORDS) for _ in range(1 + HITS))
+    job = closed_loop(target, Workload(texts=prompts, output_tokens="1"), clients=1)
+    answers = generator.answers(replace(job, num_conversations=len(prompts), timeout_s=TIMEOUT_S))
+    missed, *hits = (answer.arrivals[0] - answer.sent for answer in answers)
     hit = statistics.median(hits)
     print(f"first token: {1e3 * missed:.0f} to {1e3 * hit:.0f} ms", file=sys.stderr, flush=True)
     return missed, hit
-
-
-def _time_first_token(stub: GenerationServiceStub, text: str) -> float:
-    """Return the seconds until the first token."""
-    params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=1, min_new_tokens=1))
-    request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params)
-    start = time.perf_counter()
-    for message in stub.GenerateStream(request, timeout=TIMEOUT_S):
-        if message.generated_token_count:
-            break
-    return time.perf_counter() - start

@@ -10,22 +10,14 @@ import json
 import signal
 import statistics
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from bench import shapes
-from bench.load import Job, make_prompts
+from bench.generator import Generator, closed_loop, load_processes, new_prompts
 from bench.service import BenchError, launch
-from tgis.pb import generation_pb2 as pb
-from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 MAX_DRAFTS = 6
 NEW_TOKENS, INPUT_TOKENS = 96, 128
@@ -39,37 +31,30 @@ class Text:
 
     name: str
     figure: str
-    params: pb.Parameters
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
-def make_texts() -> list[Text]:
-    greedy = pb.Parameters(method=pb.GREEDY)
-    free, narrow = (pb.Parameters(method=pb.SAMPLE) for _ in range(2))
-    for params in (free, narrow):
-        params.sampling.temperature, params.sampling.seed = 1.0, 1
-    narrow.sampling.top_k = 3
-    texts = [
-        Text("greedy", REPETITIVE, greedy),
-        Text("sampled", OTHER, free),
-        Text("sampled of the 3 best", OTHER, narrow),
-    ]
-    for text in texts:
-        text.params.truncate_input_tokens = INPUT_TOKENS
-        text.params.stopping.max_new_tokens = text.params.stopping.min_new_tokens = NEW_TOKENS
-    return texts
+TEXTS = (
+    Text("greedy", REPETITIVE),
+    Text("sampled", OTHER, {"temperature": 1.0}),
+    Text("sampled of the 3 best", OTHER, {"temperature": 1.0, "top_k": 3}),
+)
 
 
 def run(options: Namespace, model: Path) -> dict[str, Any]:
     """Return the ratios of every round, by figure. Raises BenchError."""
     flags, log = ["--dtype", options.dtype], options.cache / "speculation"
     with (
-        _serving(model, log.with_suffix(".without.log"), flags) as without,
-        _serving(model, log.with_suffix(".log"), [*flags, "--speculate", str(MAX_DRAFTS)]) as speculating,
+        launch(model, log.with_suffix(".without.log"), flags) as (without, _),
+        launch(model, log.with_suffix(".log"), [*flags, "--speculate", str(MAX_DRAFTS)]) as (speculating, _),
+        load_processes() as generator,
     ):
-        ratios = {text.name: _compare(text, without, speculating, options.rounds) for text in make_texts()}
+        ratios = {
+            text.name: _compare(generator, text, without, speculating, options.rounds) for text in TEXTS
+        }
     figures: dict[str, Any] = {}
     for figure in (REPETITIVE, OTHER):
-        mine = {text.name: ratios[text.name] for text in make_texts() if text.figure == figure}
+        mine = {text.name: ratios[text.name] for text in TEXTS if text.figure == figure}
         worst = min(mine, key=lambda name: statistics.median(mine[name]))
         summaries = (f"{name} × {statistics.median(values):.2f}" for name, values in mine.items())
         figures[figure] = {
@@ -79,40 +64,24 @@ def run(options: Namespace, model: Path) -> dict[str, Any]:
     return {"figures": figures, "ratios": ratios}
 
 
-@contextmanager
-def _serving(model: Path, log: Path, flags: list[str]) -> Iterator[GenerationServiceStub]:
-    with launch(model, log, flags) as (target, _), grpc.insecure_channel(target) as channel:
-        yield GenerationServiceStub(channel)
-
-
-def _compare(
-    text: Text, without: GenerationServiceStub, speculating: GenerationServiceStub, rounds: int
-) -> list[float]:
+def _compare(generator: Generator, text: Text, without: str, speculating: str, rounds: int) -> list[float]:
     """Return tokens per second with speculation relative to those without, for one prompt after the other;
     the better of two tries each. A first round warms up the kernels. Raises BenchError."""
-    job = Job("", "stream", 1, 1, INPUT_TOKENS, NEW_TOKENS, time.time_ns(), TIMEOUT_S)
     ratios = []
-    for prompt in islice(make_prompts(job), rounds + 1):
+    for _ in range(rounds + 1):
+        job = closed_loop("", new_prompts(INPUT_TOKENS, NEW_TOKENS, **text.sampling), 1, timeout_s=TIMEOUT_S)
         tries = (without, speculating, speculating, without)
-        rates, outputs = zip(*(_generate(stub, prompt, text.params) for stub in tries), strict=True)
-        if len(set(outputs)) > 1:
+        answers = [
+            answer
+            for address in tries
+            for answer in generator.answers(replace(job, target=replace(job.target, address=address)))
+        ]
+        if len({answer.digest for answer in answers}) > 1:
             raise BenchError(f"speculation changed a text ({text.name})")
+        rates = [(NEW_TOKENS - 1) / (answer.ended - answer.arrivals[0]) for answer in answers]
         ratios.append(max(rates[1:3]) / max(rates[0], rates[3]))
     print(f"{text.name}: {', '.join(f'{ratio:.2f}' for ratio in ratios[1:])}", file=sys.stderr, flush=True)
     return ratios[1:]
-
-
-def _generate(stub: GenerationServiceStub, prompt: str, params: pb.Parameters) -> tuple[float, str]:
-    """Return the tokens per second after the first one, and the text."""
-    request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=prompt), params=params)
-    first, parts = 0.0, []
-    for message in stub.GenerateStream(request, timeout=TIMEOUT_S):
-        if message.generated_token_count and not first:
-            first = time.perf_counter()
-        parts.append(message.text)
-    if message.generated_token_count != NEW_TOKENS:
-        raise BenchError(f"a text ended after {message.generated_token_count} tokens")
-    return (NEW_TOKENS - 1) / (time.perf_counter() - first), "".join(parts)
 
 
 def main() -> None:

@@ -6,20 +6,16 @@ import json
 import re
 import statistics
 import sys
-import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
-
+from bench.generator import Generator, closed_loop, load_processes
 from bench.real_model import FILE
 from bench.service import BenchError, exit_on_sigterm, launch
 from bench.train_speculator import HELD_OUT, make_prompts
-from tgis.pb import generation_pb2 as pb
-from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+from tgis.load.workload.conversations import Workload
 
 NEW_TOKENS = 128
 TIMEOUT_S = 300.0
@@ -28,26 +24,22 @@ DRAFTS = re.compile(r"^tgi_speculation_drafts_total (\S+)$", re.M)
 
 
 class Service(NamedTuple):
-    stub: GenerationServiceStub
+    target: str
     port: str
 
 
-def generate(service: Service, prompt: str) -> tuple[str, int]:
-    """Return the greedy answer and its number of tokens."""
-    params = pb.Parameters(method=pb.GREEDY)
-    params.stopping.max_new_tokens = NEW_TOKENS
-    batch = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=prompt)], params=params)
-    response = service.stub.Generate(batch, timeout=TIMEOUT_S).responses[0]
-    return response.text, response.generated_token_count
-
-
-def run(service: Service, prompts: list[str], clients: int) -> tuple[float, list[str]]:
-    """Return the tokens per second of that many clients, and the texts."""
-    began = time.perf_counter()
-    with ThreadPoolExecutor(clients) as threads:
-        answers = list(threads.map(lambda prompt: generate(service, prompt), prompts))
-    seconds = time.perf_counter() - began
-    return sum(count for _, count in answers) / seconds, [text for text, _ in answers]
+def run(
+    generator: Generator, service: Service, prompts: list[str], clients: int
+) -> tuple[float, list[str | None]]:
+    """Return the tokens per second of that many clients, and the digests of the greedy texts. Raises
+    BenchError."""
+    workload = Workload(
+        texts=tuple(prompts), output_tokens=str(NEW_TOKENS), is_unary=True, may_end_early=True
+    )
+    sizes = {"num_conversations": len(prompts), "timeout_s": TIMEOUT_S}
+    answers = generator.answers(closed_loop(service.target, workload, clients, **sizes))
+    num_tokens = sum(answer.output_tokens for answer in answers)
+    return num_tokens / max(answer.ended for answer in answers), [answer.digest for answer in answers]
 
 
 def read_acceptance(service: Service) -> dict[str, Any]:
@@ -60,12 +52,14 @@ def read_acceptance(service: Service) -> dict[str, Any]:
     return {"drafts": float(drafts), "accepted": shares}
 
 
-def compare(services: list[Service], prompts: list[str], clients: int, rounds: int) -> dict[str, Any]:
+def compare(
+    generator: Generator, services: list[Service], prompts: list[str], clients: int, rounds: int
+) -> dict[str, Any]:
     """Return the median ratio of a service's rate to that of the first one. Raises BenchError."""
     few = prompts if clients > 1 else prompts[:6]
     ratios: list[list[float]] = [[] for _ in services]
     for number in range(rounds + 1):
-        results = [run(service, few, clients) for service in services]
+        results = [run(generator, service, few, clients) for service in services]
         if any(texts != results[0][1] for _, texts in results):
             raise BenchError("a speculator changed a text")
         if number:  # the first round warms up
@@ -85,17 +79,15 @@ def main() -> None:
     exit_on_sigterm()
     prompts = make_prompts()[::HELD_OUT][:32]
     with ExitStack() as stack:
-        services = []
+        services, generator = [], stack.enter_context(load_processes())
         for number, path in enumerate([None, *options.speculators]):
             flags = [*options.option, *(["--speculator", str(path.absolute())] if path else [])]
             log = options.log / f"speculator-{number}.log"
             target, command = stack.enter_context(launch(FILE, log, flags))
-            channel = stack.enter_context(grpc.insecure_channel(target))
-            port = command[command.index("--port") + 1]
-            services.append(Service(GenerationServiceStub(channel), port))
+            services.append(Service(target, command[command.index("--port") + 1]))
         figures: dict[str, Any] = {}
         for clients in (1, 32):
-            figures[f"{clients} clients"] = compare(services, prompts, clients, options.rounds)
+            figures[f"{clients} clients"] = compare(generator, services, prompts, clients, options.rounds)
         figures["accepted by position"] = [read_acceptance(service) for service in services[1:]]
     print(json.dumps({"speculators": [str(path) for path in options.speculators], **figures}, indent=1))
 

@@ -6,11 +6,10 @@ import json
 import statistics
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,15 @@ import psutil
 
 from bench import shapes
 from bench.children import run_child
-from bench.figures import percentile, summarize
-from bench.load import Answer, Job
+from bench.clients import STREAM, Calls, measure_calls
+from bench.generator import Generator, closed_loop, load_processes, new_prompts
 from bench.service import BenchError, exit_on_sigterm, launch
 from bench.store import ensure_store
+from tgis.load.records import AnswerRecord
+from tgis.load.statistics import quantile
 
-CHILD_START_S = 60.0
+MACHINE_TIMEOUT_S = 60.0
+CYCLE_TIMEOUT_S = 1800.0
 SAMPLE_S = 0.2
 MIB = 1 << 20
 BATCHES = (0, 1, 4, 16)  # adapters in a batch
@@ -77,83 +79,88 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         options.adapter_cache_mb,
     ]
     flags = ["--dtype", options.dtype, "--prefix-store-path", store.absolute(), *sizes]
-    with launch(model, options.cache / "tuning.log", list(map(str, flags))) as (target, command):
+    log = options.cache / "tuning.log"
+    with launch(model, log, list(map(str, flags))) as (target, command), load_processes() as generator:
         http = f"http://127.0.0.1:{command[command.index('--port') + 1]}/metrics"
-        (machine,) = run_child("bench.machine", None, CHILD_START_S)
+        (machine,) = run_child("bench.machine", None, MACHINE_TIMEOUT_S)
         return {
             "service_command": command,
             "machine": machine,
-            "batches": _measure_batches(options, target, adapters),
-            "waits": _measure_waits(options, target, prompts, adapters),
-            "cycle": _measure_cycle(options, target, prompts, adapters, http),
+            "batches": _measure_batches(options, generator, target, adapters),
+            "waits": _measure_waits(generator, target, prompts, adapters),
+            "cycle": _measure_cycle(options, generator, target, prompts, adapters, http),
         }
 
 
-def _measure_batches(options: argparse.Namespace, target: str, adapters: list[str]) -> dict[str, float]:
-    """Return the decode tokens/s of all clients together, by the number of adapters that they share. The
-    numbers take turns, so that disturbances of the machine affect all of them."""
+def _measure_batches(
+    options: argparse.Namespace, generator: Generator, target: str, adapters: list[str]
+) -> dict[str, float]:
     rates: dict[int, list[float]] = {count: [] for count in BATCHES}
-    for index in range(options.repeat):
+    for _ in range(options.repeat):
         for count in BATCHES:
-            job = Job(
-                target, "stream", options.clients, 1, 32, 64, time.time_ns() + index, 300.0,
-                adapter_ids=adapters[:count],
-            )  # fmt: skip
-            figures = summarize(job, _run(job))
-            rates[count].append(figures["decode_tokens_per_s"])
+            calls = Calls(
+                mode=STREAM,
+                clients=options.clients,
+                requests=1,
+                input_tokens=32,
+                new_tokens=64,
+                time_limit=300.0,
+                more={"adapter_ids": tuple(adapters[:count])},
+            )
+            rates[count].append(measure_calls(generator, target, calls)["decode_tokens_per_s"])
             print(f"{count} adapters: {rates[count][-1]:.0f} tokens/s", file=sys.stderr, flush=True)
     return {str(count): statistics.median(values) for count, values in rates.items()}
 
 
 def _measure_waits(
-    options: argparse.Namespace, target: str, prompts: list[str], adapters: list[str]
+    generator: Generator, target: str, prompts: list[str], adapters: list[str]
 ) -> dict[str, float]:
     """Return median milliseconds from a request to its acceptance for a single client: without adapter, with
     one that was not loaded, and with a loaded one."""
-    waits = {"nothing": _waits(target, [""] * 20, [])}
-    for kind, ids in (("prompt", prompts[-20:]), ("adapter", adapters[-8:])):
-        place = {f"{kind}_ids".replace("prompt", "prefix"): ids}
-        # The warm-up uses the first, and all adapters of the second round are loaded.
-        first, second = (
-            _waits(target, place.get("prefix_ids", []), place.get("adapter_ids", [])) for _ in range(2)
-        )
-        waits |= {f"{kind} load": first, f"{kind} hit": second}
+    waits = {"nothing": _wait_ms(generator, target, 20)}
+    for kind, ids in (("soft_prompt", prompts[-20:]), ("adapter", adapters[-8:])):
+        # All that the second round uses were loaded by the first.
+        more = {f"{kind}_ids": tuple(ids)}
+        first, second = (_wait_ms(generator, target, len(ids), **more) for _ in range(2))
+        name = kind.removeprefix("soft_")
+        waits |= {f"{name} load": first, f"{name} hit": second}
     return waits
 
 
-def _waits(target: str, prefix_ids: list[str], adapter_ids: list[str]) -> float:
-    count = max(len(prefix_ids), len(adapter_ids)) - 1
-    job = Job(target, "stream", 1, count, 16, 1, time.time_ns(), 120.0, prefix_ids, adapter_ids)
-    return statistics.median(1e3 * (answer.accepted - answer.sent) for answer in _run(job))
+def _wait_ms(generator: Generator, target: str, count: int, **more: Any) -> float:
+    job = closed_loop(target, new_prompts(16, 1, **more), clients=1, num_conversations=count)
+    return statistics.median(_accepted_ms(answer) for answer in generator.answers(job))
+
+
+def _accepted_ms(answer: AnswerRecord) -> float:
+    return 1e3 * ((answer.ended if answer.accepted is None else answer.accepted) - answer.sent)
 
 
 def _measure_cycle(
-    options: argparse.Namespace, target: str, prompts: list[str], adapters: list[str], http: str
+    options: argparse.Namespace,
+    generator: Generator,
+    target: str,
+    prompts: list[str],
+    adapters: list[str],
+    http: str,
 ) -> dict[str, Any]:
     """Use all prompts and adapters in turn, several times, with many simultaneous clients."""
-    count = options.rounds * max(len(prompts), len(adapters)) // options.clients
-    job = Job(target, "stream", options.clients, count, 16, 4, time.time_ns(), 1800.0, prompts, adapters)
+    ids = {"soft_prompt_ids": tuple(prompts), "adapter_ids": tuple(adapters)}
+    count = options.rounds * max(len(prompts), len(adapters))
+    job = closed_loop(target, new_prompts(16, 4, **ids), options.clients, timeout_s=CYCLE_TIMEOUT_S)
     with _watching_memory(target) as memory:
-        began = time.monotonic()
-        answers = _run(job)
-        seconds = time.monotonic() - began
-    waits = [1e3 * (answer.accepted - answer.sent) for answer in answers]
+        answers = generator.run(replace(job, num_conversations=count)).records
+    waits = sorted(map(_accepted_ms, answers))
     return {
-        "job": asdict(job) | {"prefix_ids": len(prompts), "adapter_ids": len(adapters)},
-        "seconds": seconds,
-        "accepted_ms": {percent: percentile(waits, percent) for percent in (50, 90, 99)},
+        "requests": count,
+        "prompts": len(prompts),
+        "adapters": len(adapters),
+        "seconds": max(answer.ended for answer in answers),
+        "accepted_ms": {percent: quantile(waits, percent / 100) for percent in (50, 90, 99)},
         "failed": sum(bool(answer.error) for answer in answers),
         "memory_mib": {"before": memory[0], "most": max(memory), "after": memory[-1], "samples": memory},
         "series": _read_series(http),
     }
-
-
-def _run(job: Job) -> list[Answer]:
-    (raw,) = run_child("bench.load", job, job.time_limit + CHILD_START_S)
-    answers = [Answer(**answer) for answer in raw["answers"]]
-    if failed := [answer.error for answer in answers if answer.error]:
-        print(f"{len(failed)} requests failed, first: {failed[0]}", file=sys.stderr, flush=True)
-    return answers
 
 
 @contextmanager

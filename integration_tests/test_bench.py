@@ -15,7 +15,7 @@ from integration_tests.support.service import Client, serve
 from integration_tests.support.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
 
 pytestmark = pytest.mark.slow
-APIS = ["--grpc-api", "fmaas,vllm-engine", "--http-api", "openai,tgi", "--served-model-name", "m"]
+APIS = ["--grpc-api", "fmaas,vllm-engine", "--http-api", "openai,tgi,lmi", "--served-model-name", "m"]
 SHORT = ("--input-tokens", "20", "--output-tokens", "60", "--requests", "20", "--concurrency", "4")
 
 
@@ -40,7 +40,7 @@ def bench(service: Client, directory: Path, api: str, *flags: str) -> dict[str, 
     return level
 
 
-@pytest.mark.parametrize("api", ["fmaas", "completions", "tgi"])
+@pytest.mark.parametrize("api", ["fmaas", "completions", "tgi", "engine"])
 def test_constraints_are_kept(api: str, service: Client, tmp_path: Path) -> None:
     level = bench(service, tmp_path, api, "--constraints", "json=0.3,regex=0.3,choice=0.4")
     assert (level["errors"], level["faults"]) == ({}, {})
@@ -48,13 +48,14 @@ def test_constraints_are_kept(api: str, service: Client, tmp_path: Path) -> None
 
 
 def test_repeated_seeds_give_the_same_texts(service: Client, tmp_path: Path) -> None:
-    for api in ("fmaas", "completions", "engine"):
+    for api in ("fmaas", "completions", "lmi", "engine"):
         level = bench(service, tmp_path, api, "--temperature", "1", "--repeat-share", "0.5")
         assert (level["errors"], level["faults"]) == ({}, {})
 
 
 def test_adapters_and_soft_prompts(service: Client, tmp_path: Path) -> None:
-    level = bench(service, tmp_path, "fmaas", "--adapters", "sql", "--adapter-share", "0.5")
-    assert (level["errors"], level["faults"]) == ({}, {})
+    for api in ("fmaas", "completions", "tgi", "lmi"):
+        level = bench(service, tmp_path, api, "--adapters", "sql", "--adapter-share", "0.5")
+        assert (level["errors"], level["faults"]) == ({}, {})
     level = bench(service, tmp_path, "fmaas", "--soft-prompts", "eight", "--soft-prompt-share", "0.5")
     assert (level["errors"], level["faults"]) == ({}, {})

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import grpc
 
-from bench.load import CHANNEL_OPTIONS
 from bench.service import BenchError, launch
+from tgis.load.apis.fmaas import CHANNEL_OPTIONS
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

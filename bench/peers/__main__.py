@@ -11,8 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import http_burst, rates, shapes, worker
-from bench.contest import Asked, Case, Match, Sample, play
+from bench import rates, shapes, worker
+from bench.contest import Asked, Case, Contender, Match, Sample, play
+from bench.generator import COMPLETIONS, Loaded, load_processes
 from bench.peers import environments
 from bench.peers.catalogue import OURS_HTTP, PEERS, VLLM_SERVER, Peer
 from bench.peers.report import find_figures, format_peers
@@ -83,7 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     failures: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
-        contenders = [stack.enter_context(rates.serving(options, model, OURS, []))]
+        contenders: list[Contender] = [stack.enter_context(rates.serving(options, model, OURS, []))]
         machine = probe()
         for variant in find_variants(options):
             if rates.is_emulated(variant.name, machine):
@@ -110,34 +111,37 @@ def find_variants(options: argparse.Namespace) -> list[Variant]:
 
 
 @contextlib.contextmanager
-def _serving_http(options: argparse.Namespace, model: Path) -> Iterator[Asked]:
+def _serving_http(options: argparse.Namespace, model: Path) -> Iterator[Loaded]:
     """This service with OpenAI's API, and its clients."""
     flags = [*rates.service_flags(options), "--http-api", "openai"]
     with launch(model, options.cache / "ours-over-http.log", flags) as (_, command):
         target = f"127.0.0.1:{command[command.index('--port') + 1]}"
-        vocab_size = shapes.SHAPES[options.shape].vocab_size
-        with worker.start(http_burst.MODULE, target, str(vocab_size)) as clients:
-            yield Asked(OURS_HTTP, clients)
+        with load_processes() as generator:
+            yield Loaded(OURS_HTTP, generator, target, COMPLETIONS)
 
 
-def make_matches(options: argparse.Namespace, contenders: Sequence[Asked]) -> list[Match]:
+def make_matches(options: argparse.Namespace, contenders: Sequence[Contender]) -> list[Match]:
     sizes = (options.input_tokens, options.new_tokens)
     cases = [Case("decode", count, *sizes) for count in options.clients]
     cases += [Case("prefill", 1, length, 1) for length in PREFILLS]
     return [(case, contenders) for case in cases]
 
 
-def _start(peer: Peer, model: Path, options: argparse.Namespace, stack: contextlib.ExitStack) -> Asked:
+def _start(peer: Peer, model: Path, options: argparse.Namespace, stack: contextlib.ExitStack) -> Contender:
     """Return the contender, ready to be measured. Raises BenchError."""
     python = sys.executable
     if peer.environment is not None:
         python = str(environments.ensure(peer.environment, options.peers).absolute())
+    options.peers.mkdir(parents=True, exist_ok=True)
     arguments = peer.arguments(model, options.peers)
     log = options.peers / f"{peer.name}.log"
-    child = worker.start(peer.module, *arguments, python=python, log=log, env=peer.variables())
-    asked = Asked(peer.name, stack.enter_context(child))
-    asked.worker.ask({"batch": 1, "input_tokens": 16, "new_tokens": 2, "seed": 0}, START_TIMEOUT_S)
-    return asked
+    starting = worker.start(peer.module, *arguments, python=python, log=log, env=peer.variables())
+    child = stack.enter_context(starting)
+    if peer.is_server:
+        target = child.ask({}, START_TIMEOUT_S)["target"]
+        return Loaded(peer.name, stack.enter_context(load_processes()), target, COMPLETIONS)
+    child.ask({"batch": 1, "input_tokens": 16, "new_tokens": 2, "seed": 0}, START_TIMEOUT_S)
+    return Asked(peer.name, child)
 
 
 def _result(

@@ -31,6 +31,8 @@ class Peer:
     """Additional variables of the process's environment."""
     rival: str = OURS
     """Contender of this service to compare with, because both compute with the same precision."""
+    is_server: bool = False
+    """True if the program replies with the address of a server with OpenAI's API."""
 
 
 def _openvino(weights: str, arithmetic: str, cache: str) -> Callable[[Path, Path], list[str]]:
@@ -181,6 +183,7 @@ PEERS = (
         environments.VLLM,
         _vllm_server_variables,
         OURS_HTTP,
+        is_server=True,
     ),
     Peer(
         "transformers",

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench import burst, worker
-from bench.contest import Asked, Case, Sample, Spread, play, turns
+from bench import worker
+from bench.contest import Asked, Case, Contender, Sample, Spread, play, turns
+from bench.generator import Loaded, load_processes
 from bench.peers import environments
 from bench.peers.environments import list_cores
 from bench.probe import probing
@@ -35,7 +36,7 @@ def measure_file(options: Namespace, file: Path) -> dict[str, Any]:
     options.cache.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
-        contenders = [stack.enter_context(_serve(options, file, name)) for name in FLAGS]
+        contenders: list[Contender] = [stack.enter_context(_serve(options, file, name)) for name in FLAGS]
         contenders.append(stack.enter_context(_load_with_llama_cpp(options, file)))
         sizes = (options.input_tokens, options.new_tokens)
         cases = [Case("decode", count, *sizes) for count in options.clients]
@@ -54,12 +55,12 @@ def measure_file(options: Namespace, file: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _serve(options: Namespace, file: Path, name: str) -> Iterator[Asked]:
+def _serve(options: Namespace, file: Path, name: str) -> Iterator[Loaded]:
     """Start a service and its clients."""
     log = options.cache / f"gguf-{'-'.join(name.replace(',', '').split())}.log"
     flags = [*list_sizes(), *FLAGS[name], *options.launcher]
-    with launch(file, log, flags) as (target, _), worker.start(burst.MODULE, target) as clients:
-        yield Asked(name, clients)
+    with launch(file, log, flags) as (target, _), load_processes() as generator:
+        yield Loaded(name, generator, target)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""Runs vLLM's own server on the CPU, with clients of its HTTP port; a worker process in an environment that
-has it. Arguments: the model's directory and the type of weights and arithmetic."""
+"""Runs vLLM's own server on the CPU; a worker process in an environment that has it, which replies with the
+server's address. Arguments: the model's directory and the type of weights and arithmetic."""
 
 import contextlib
-import json
 import subprocess
 import sys
 import time
@@ -10,9 +9,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from bench import http_burst
+from bench import worker
 from bench.service import free_ports
 
 MAX_LENGTH = 2048
@@ -49,9 +47,8 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
 
 def main() -> None:
     directory, dtype = sys.argv[1:]
-    vocab_size = json.loads((Path(directory) / "config.json").read_text())["vocab_size"]
     with running(directory, dtype) as target:
-        http_burst.serve(target, vocab_size)
+        worker.serve(lambda _: {"target": target})
 
 
 if __name__ == "__main__":

@@ -218,8 +218,8 @@ class CallBuilder:
 class StreamState:
     """Parts of a stream.
 
-    Those before the first token are held back, so that a call that fails before it can be sent again without
-    showing a part twice."""
+    Those before the first token are held back while another attempt is allowed, so that a call that fails
+    before it can be sent again without showing a part twice."""
 
     def __init__(self, call: Call[Generation]) -> None:
         self._call = call
@@ -233,7 +233,8 @@ class StreamState:
         self._parts.append(part)
         if self._has_begun:
             return [part]
-        self._has_begun = part.generated_token_count > 0 or part.stop_reason != 0
+        is_wanted = part.generated_token_count > 0 or part.stop_reason != 0
+        self._has_begun = is_wanted or self._call.attempts.is_last
         return list(self._parts) if self._has_begun else []
 
     def finish(self, trailers: Pairs) -> list[Generation]:

@@ -117,6 +117,11 @@ class Attempts:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._num_attempts = 0
 
+    @property
+    def is_last(self) -> bool:
+        """Return True if no attempt can follow the one that was counted last."""
+        return self._num_attempts >= self._policy.max_attempts
+
     def begin(self) -> float | None:
         """Count another attempt, and return its timeout."""
         self._num_attempts += 1
@@ -128,7 +133,7 @@ class Attempts:
         `has_begun` is True if the caller already has a part of the answer."""
         server = read_server_delay(failure)
         error = call_error(failure.code, failure.details, server.delay_s, self._num_attempts)
-        if has_begun or server.is_refused or self._num_attempts >= self._policy.max_attempts:
+        if has_begun or server.is_refused or self.is_last:
             raise error
         delay_s = self._delay_s(failure.code, server.delay_s, error)
         remaining_s = self._remaining_s()

@@ -1,4 +1,4 @@
-"""Cases for the HTTP APIs, and the readers of their responses."""
+"""Cases for the HTTP APIs, and the readers of their responses, which also compare finish reasons."""
 
 import contextlib
 import http.client

@@ -1,4 +1,5 @@
-"""Clients that send requests without pause and know the correct responses."""
+"""Clients that send requests without pause and know the correct responses. They are not those of
+`tgis.load`, which have neither calls of several texts nor stop reasons, and count errors by status alone."""
 
 import re
 import threading

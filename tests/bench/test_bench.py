@@ -2,7 +2,6 @@
 service with canned responses on a real port."""
 
 import json
-import math
 import signal
 import subprocess
 import sys
@@ -16,18 +15,19 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from bench import __main__ as bench
 from bench import options, service, shapes
 from bench.children import run_child
-from bench.figures import median_figures, percentile, summarize, token_gaps
-from bench.load import Answer, Job, make_prompts
+from bench.clients import MODES, Calls, measure_calls
+from bench.generator import Loaded, load_processes, new_prompts
 from bench.memory import MemoryJob, measure_loading
 from bench.report import format_report
 from bench.service import BenchError
 from tests.support.canned_service import WORDS, CannedService, serve
+from tgis.load.workload.conversations import ConversationSource, TokenScale
+from tgis.pb import generation_pb2 as pb
 
 # Benches are no part of the service: make test-all runs their tests.
 pytestmark = pytest.mark.slow
 
 TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=64)
-JOB = Job("nowhere", "stream", 2, 3, 5, 3, seed=1, time_limit=30.0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -73,92 +73,63 @@ def test_real_shapes_have_their_size() -> None:
     assert millions == {"15m": 15, "135m": 116, "500m": 490, "1b": 1100}
 
 
-PERCENTILES = [
-    ([3.0, 1.0, 2.0], 50, 2.0),
-    ([1.0, 2.0], 50, 1.0),
-    ([1.0, 2.0], 51, 2.0),
-    ([float(n) for n in range(1, 101)], 90, 90.0),
-    ([float(n) for n in range(1, 101)], 99, 99.0),
-    ([7.0], 99, 7.0),
-    ([5.0, 4.0], 0, 4.0),
-]
+def test_new_prompts_differ_and_are_long_enough() -> None:
+    prompts = [ConversationSource(new_prompts(5, 3), TokenScale()).make(index) for index in range(2)]
+    texts = [prompt.turns[0].text for prompt in prompts]
+    assert texts[0] != texts[1]
+    assert all(len(text.split()) == 5 for text in texts)
+    again = ConversationSource(new_prompts(5, 3, seed=7), TokenScale()).make(0)
+    assert again == ConversationSource(new_prompts(5, 3, seed=7), TokenScale()).make(0)
 
 
-@pytest.mark.parametrize(("values", "percent", "expected"), PERCENTILES)
-def test_percentile_is_a_value_that_was_seen(values: list[float], percent: float, expected: float) -> None:
-    assert percentile(values, percent) == expected
-
-
-def test_figures_of_known_times() -> None:
-    """Two clients; the second one's last two tokens arrive in one message."""
-    first = Answer(0, sent=1.0, arrivals=[1.5, 1.75, 2.25, 2.5], counts=[1, 2, 3, 4], input_tokens=5)
-    second = Answer(1, sent=1.0, arrivals=[2.0, 2.5, 4.5], counts=[1, 2, 4], input_tokens=7)
-    assert token_gaps(second) == [0.5, 1.0, 1.0]
-    figures = summarize(JOB, [first, second, Answer(1, sent=0.0, error="UNAVAILABLE: gone")])
-    assert (figures["requests"], figures["failed"], figures["input_tokens"]) == (2, 1, 6)
-    assert figures["output_tokens_per_s"] == pytest.approx(8 / 3.5)
-    assert (figures["first_token_ms_p50"], figures["first_token_ms_p90"]) == (500, 1000)
-    assert (figures["answer_ms_p50"], figures["answer_ms_p99"]) == (1500, 3500)
-    assert (figures["token_ms_p50"], figures["token_ms_p99"]) == (500, 1000)
-    # 3 tokens in 1 s and 3 in 2.5 s.
-    assert figures["decode_tokens_per_s"] == pytest.approx(2 * (3.0 + 1.2) / 2)
-
-
-def test_a_unary_answer_has_no_first_token() -> None:
-    figures = summarize(replace(JOB, mode="unary"), [Answer(0, 1.0, [3.0], [64], 128)])
-    assert (figures["output_tokens_per_s"], figures["answer_ms_p50"]) == (32.0, 2000.0)
-    assert "first_token_ms_p50" not in figures
-
-
-def test_no_answer_is_no_figure() -> None:
-    figures = summarize(JOB, [Answer(0, 0.0, error="UNAVAILABLE: gone")])
-    assert figures["failed"] == 1
-    assert math.isnan(figures["output_tokens_per_s"])
-
-
-def test_the_median_is_of_each_figure() -> None:
-    repeats = [{"a": 1.0, "b": 9.0}, {"a": 3.0, "b": 2.0}, {"a": 2.0, "b": 4.0}]
-    assert median_figures(repeats) == {"a": 2.0, "b": 4.0}
-
-
-def test_prompts_differ_and_are_long_enough() -> None:
-    prompts = make_prompts(JOB)
-    first, second = next(prompts), next(prompts)
-    assert first != second
-    assert len(first.split()) == JOB.input_tokens
-    assert next(make_prompts(JOB)) == first
-    assert next(make_prompts(replace(JOB, seed=2))) != first
-
-
-@pytest.mark.parametrize("mode", ["stream", "unary"])
-def test_the_load_asks_as_often_as_it_should(mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_clients_send_as_often_as_they_should(mode: str) -> None:
     asked = CannedService(delay=0.05)
-    with serve(asked) as target:
-        job = replace(JOB, target=target, mode=mode)
-        (raw,) = run_child("bench.load", job, 30.0)
-    answers = [Answer(**answer) for answer in raw["answers"]]
-    assert [answer.client for answer in answers] == [0, 0, 0, 1, 1, 1]
-    assert len(asked.asked) == 2 + 6  # a short one per client before the measurement
-    assert all(request.params.truncate_input_tokens == job.input_tokens for request in asked.asked)
-    measured = [request.params.stopping for request in asked.asked[2:]]
-    assert {(each.min_new_tokens, each.max_new_tokens) for each in measured} == {(3, 3)}
-    for answer in answers:
-        assert answer.counts == ([1, 2, 3] if mode == "stream" else [3])
-        assert (answer.input_tokens, answer.error) == (4, None)
-        assert answer.arrivals[0] - answer.sent >= 0.05
-    figures = summarize(job, answers)
+    calls = Calls(mode=mode, clients=2, requests=3, input_tokens=5, new_tokens=3, time_limit=30.0)
+    with serve(asked) as target, load_processes() as generator:
+        figures = measure_calls(generator, target, calls)
+    sent = [request for request in asked.asked if not isinstance(request, pb.ModelInfoRequest)]
+    assert len(sent) == 2 + 6  # one per client before the measurement
+    assert all(request.params.truncate_input_tokens == 5 for request in sent)
+    stopping = [request.params.stopping for request in sent]
+    assert {(each.min_new_tokens, each.max_new_tokens) for each in stopping} == {(3, 3)}
+    assert (figures["requests"], figures["succeeded"], figures["input_tokens"]) == (6, 6, 4)
+    assert figures["ttft"]["min"] >= 0.05
     # Two clients side by side; no response can be faster than its delays.
     least = 3 * 0.05 if mode == "stream" else 0.05
-    assert figures["output_tokens_per_s"] <= 2 * len(WORDS) / least
-    assert figures["output_tokens_per_s"] > len(WORDS) / least
+    assert len(WORDS) / least < figures["output_tokens_per_s"] <= 2 * len(WORDS) / least
+    decode = figures["decode_tokens_per_s"]
+    assert decode is None if mode == "unary" else 0 < decode <= 2 / 0.05
 
 
-def test_the_load_ends_at_its_time_limit() -> None:
-    with serve(CannedService(delay=0.4)) as target:
-        (raw,) = run_child("bench.load", replace(JOB, target=target, time_limit=1.5), 30.0)
-    answers = [Answer(**answer) for answer in raw["answers"]]
-    assert len(answers) == 4
-    assert [(answer.error or "").partition(":")[0] for answer in answers] == ["", "DEADLINE_EXCEEDED"] * 2
+def test_calls_end_at_their_time_limit() -> None:
+    calls = Calls(mode="stream", clients=2, requests=9, input_tokens=5, new_tokens=3, time_limit=0.5)
+    with serve(CannedService(delay=0.4)) as target, load_processes() as generator:
+        figures = measure_calls(generator, target, calls)
+        assert (figures["requests"], figures["errors"]) == (2, {"timeout": 2})
+        assert figures["decode_tokens_per_s"] is None
+        figures = measure_calls(generator, target, replace(calls, time_limit=3.0))
+    assert 4 <= figures["requests"] <= 6, "three after another, or two on a busy machine"
+    assert figures["errors"] == {}
+
+
+def test_a_contender_has_all_its_answers() -> None:
+    asked = CannedService(delay=0.05)
+    with serve(asked) as target, load_processes() as generator:
+        contender = Loaded("ours", generator, target)
+        assert contender.generate(3, 5, 3, seed=1) >= 3 * 0.05
+        with pytest.raises(BenchError, match="3 of 3 requests failed, first: wrong length"):
+            contender.generate(3, 5, 4, seed=1)
+    texts = [
+        request.request.text for request in asked.asked if isinstance(request, pb.SingleGenerationRequest)
+    ]
+    assert len(set(texts)) == 3
+
+
+def test_a_service_that_is_not_there_is_an_error() -> None:
+    with load_processes() as generator:
+        with pytest.raises(BenchError, match="cannot be reached"):
+            Loaded("none", generator, "127.0.0.1:1").generate(1, 5, 3, seed=1)
 
 
 def test_a_child_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +150,7 @@ def test_attached_to_a_service_the_whole_run_is_reported(tmp_path: Path) -> None
         (2, "stream"),
         (2, "unary"),
     ]
-    assert all(len(entry["repeats"]) == 2 for entry in result["service"])
+    assert all(len(entry["figures"]["repeats"]) == 2 for entry in result["service"])
     assert result["machine"]["read_gb_per_s"] > 0.1
     assert json.loads(json.dumps(result))["service_command"] == []
     report = format_report(result)

@@ -13,10 +13,10 @@ from bench import contest, limits, options, report, sections, targets
 from bench.contest import Case, Sample, Spread
 from bench.interruption import find_gaps
 from bench.limits import Rates
-from bench.load import Answer
 from bench.service import BenchError
 from bench.shapes import SHAPES, Shape
 from bench.targets import Figure
+from tgis.load.records import AnswerRecord
 from tgis.shard.memory.kv_cache import KVCache
 
 # Benches are no part of the service: make test-all runs their tests.
@@ -170,7 +170,7 @@ def test_the_table_shows_the_targets_met() -> None:
 
 
 def test_gaps_count_while_the_prompt_is_computed() -> None:
-    first = Answer(0, 0.0, arrivals=[1.0, 2.0, 4.0, 7.0, 11.0], counts=[1, 2, 3, 4, 5])
+    first = AnswerRecord(0, 0, 0.0, 0.0, 5, [1.0, 2.0, 4.0, 7.0, 11.0], [1, 2, 3, 4, 5])
     assert find_gaps([first], 2.5, 6.0) == [2.0, 3.0]
     assert find_gaps([first, first], 0.0, 1.5) == [1.0, 1.0]
 

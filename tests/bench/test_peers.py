@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from bench import burst, http_burst, router_step, shapes, worker
+from bench import router_step, shapes, worker
 from bench.contest import Sample, Spread
 from bench.engine_worker import EngineAlone
 from bench.limits import Rates
@@ -25,7 +25,6 @@ from bench.report import describe_looks
 from bench.service import BenchError
 from bench.steps import Rows, load_runner
 from bench.targets import TARGETS
-from tests.support.canned_service import CannedService, serve
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.interface import Pending
 
@@ -53,15 +52,6 @@ def test_a_worker_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> N
     ):
         child.ask({}, 60)
     assert "no_such_module" in capfd.readouterr().err
-
-
-def test_a_burst_is_over_with_its_last_answer() -> None:
-    asked = CannedService(delay=0.05)
-    with serve(asked) as target, worker.start(burst.MODULE, target) as clients:
-        answer = clients.ask({"batch": 3, "input_tokens": 5, "new_tokens": 3, "seed": 1}, 60)
-    assert answer["seconds"] >= 3 * 0.05
-    assert len(answer["first_s"]) == len(asked.asked) == 3
-    assert len({request.request.text for request in asked.asked}) == 3
 
 
 @pytest.mark.slow
@@ -181,12 +171,6 @@ def test_source_is_not_built_without_a_compiler(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(BenchError, match="no C\\+\\+ compiler"):
         environments.ensure(environments.LLAMA_CPP, tmp_path / "peers")
     assert not (tmp_path / "peers").exists()
-
-
-def test_tokens_of_an_answer_are_those_of_its_usage() -> None:
-    events = b'data: {"choices":[],"usage":null}\r\n\r\ndata: {"usage":{"completion_tokens":7}}\n\n'
-    assert http_burst.count_tokens(b"HTTP/1.1 200 OK\r\n\r\n" + events + b"data: [DONE]\n\n") == 7
-    assert http_burst.count_tokens(b"HTTP/1.1 500 No\r\n\r\n") == -1
 
 
 def test_a_profile_has_all_parts_of_a_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from bench.router_losses import format_losses
 from bench.router_rates import Rate, format_rates
 from bench.router_spread import format_spread
 from bench.router_workers import ONE, Cost, format_costs
-from bench.timed_clients import TimedStream
+from tgis.load.records import AnswerRecord
 
 # Benches are no part of the service: make test-all runs their tests.
 pytestmark = pytest.mark.slow
@@ -107,8 +107,11 @@ def test_latency_is_compared_in_rounds() -> None:
 
 
 def test_texts_that_differ_and_pauses_are_counted() -> None:
-    lost = [TimedStream(text, [1.0, 1.5, 3.5]) for text in ("ab", "cd")]
-    lost.append(TimedStream("ef", [1.0, 1.25, 1.5]))
+    def stream(text: str, arrivals: list[float]) -> AnswerRecord:
+        return AnswerRecord(0, 0, 0.0, 0.0, 3, arrivals, [1, 2, 3], digest=text)
+
+    lost = [stream(text, [1.0, 1.5, 3.5]) for text in ("ab", "cd")]
+    lost.append(stream("ef", [1.0, 1.25, 1.5]))
     assert cells(format_losses([["ab", "cd", "xf"]], [lost])) == [["1", "3", "2.00", "2.00", "1"]]
 
 

@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from bench import shapes, tuning
-from bench.children import run_child
-from bench.load import Job
+from bench.generator import closed_loop, load_processes, new_prompts
 from bench.store import ensure_store
 from tests.support.canned_service import CannedService, serve
+from tgis.pb import generation_pb2 as pb
 
 # Benches are no part of the service: make test-all runs their tests.
 pytestmark = pytest.mark.slow
@@ -32,15 +32,14 @@ def test_the_store_equals_files_written_by_peft(tmp_path: Path) -> None:
     assert config.num_virtual_tokens == 5
 
 
-def test_the_load_deals_out_ids() -> None:
+def test_ids_take_turns() -> None:
     service = CannedService()
-    with serve(service) as target:
-        job = Job(target, "stream", 2, 3, 5, 3, 1, 30.0, prefix_ids=["a", ""], adapter_ids=["x", "y", "z"])
-        run_child("bench.load", job, 60)
-    asked = [(each.prefix_id, each.adapter_id) for each in service.asked]
-    expected = [("a", "x"), ("", "y"), ("a", "z"), ("", "x"), ("a", "y"), ("", "z")]
-    assert sorted(asked) == sorted([*expected, *expected[:2]]), "two of them are warm-ups"
-    assert all(each.HasField("prefix_id") == bool(each.prefix_id) for each in service.asked)
+    workload = new_prompts(5, 3, soft_prompt_ids=("a", "b"), adapter_ids=("x", "y", "z"))
+    with serve(service) as target, load_processes() as generator:
+        generator.answers(closed_loop(target, workload, clients=2, num_conversations=6))
+    sent = [each for each in service.asked if isinstance(each, pb.SingleGenerationRequest)]
+    expected = [("a", "x"), ("b", "y"), ("a", "z"), ("b", "x"), ("a", "y"), ("b", "z")]
+    assert sorted((each.prefix_id, each.adapter_id) for each in sent) == sorted(expected)
 
 
 @pytest.mark.slow

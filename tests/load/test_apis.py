@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support.router.router_process import Setup, start_router, stop_router
+from tgis.load.workload.conversations import TokenScale
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-FLAGS = ("--grpc-api", "fmaas,vllm-engine", "--http-api", "openai,tgi", "--served-model-name", "m")
+FLAGS = ("--grpc-api", "fmaas,vllm-engine", "--http-api", "openai,tgi,lmi", "--served-model-name", "m")
 COMMON = ("--input-tokens", "40-60", "--output-tokens", "5", "--requests", "12", "--warm-up", "1")
 
 
@@ -38,10 +39,11 @@ def run(router: Setup, directory: Path, api: str, *flags: str) -> dict[str, Any]
     return report
 
 
-def check(level: dict[str, Any], num_tokens: float | None = 5) -> None:
+def check(level: dict[str, Any], num_tokens: float | None = 5, counts_inputs: bool = True) -> None:
     assert (level["errors"], level["faults"], level["succeeded"]) == ({}, {}, 12)
     assert num_tokens is None or level["output_tokens"] == num_tokens
-    assert 45 <= level["input_tokens"] <= 55, "words are as long as the service counts them"
+    if counts_inputs:
+        assert 45 <= level["input_tokens"] <= 55, "words are as long as the service counts them"
     assert level["requests_per_s"] > 0
     assert 0 < level["ttft"]["p50"] <= level["total"]["p50"]
 
@@ -56,10 +58,31 @@ def test_closed_and_open_loops_of_two_processes(router: Setup, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("api", ["completions", "chat", "tgi", "engine"])
+@pytest.mark.parametrize("api", ["completions", "chat", "tgi", "lmi", "engine"])
 def test_every_api(api: str, router: Setup, tmp_path: Path) -> None:
     report = run(router, tmp_path, api, "--concurrency", "4")
-    check(report["levels"][0], None if api == "tgi" else 5)
+    check(report["levels"][0], None if api == "tgi" else 5, counts_inputs=api != "lmi")
+    assert report["tokens_per_word"] != TokenScale().per_word, "it was measured"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["fmaas", "completions", "chat", "tgi", "lmi", "engine"])
+def test_sampled_texts_streamed_and_whole(api: str, router: Setup, tmp_path: Path) -> None:
+    flags = ("--concurrency", "3", "--temperature", "1", "--top-k", "40", "--top-p", "0.9")
+    flags += ("--seed", "3", "--requests", "6", "--repeat-share", "0.1")
+    streamed, whole = (run(router, tmp_path, api, *flags, *more) for more in ((), ("--unary",)))
+    for report in (streamed, whole):
+        [level] = report["levels"]
+        assert (level["errors"], level["faults"], level["succeeded"]) == ({}, {}, 6)
+        assert api == "tgi" or level["output_tokens"] == 5
+    assert whole["levels"][0]["itl"] == {"count": 0}, "a whole answer is one message"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["fmaas", "completions", "tgi", "engine"])
+def test_prompts_are_cut_to_exactly_the_length(api: str, router: Setup, tmp_path: Path) -> None:
+    report = run(router, tmp_path, api, "--exact-input", "--input-tokens", "33")
+    assert report["levels"][0]["input_tokens"] == 33
 
 
 @pytest.mark.slow

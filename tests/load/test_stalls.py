@@ -131,6 +131,22 @@ async def test_failures_are_kinds(status: str, body: str, kind: str) -> None:
     assert [record.error for record in records] == [kind] * 3
 
 
+@pytest.mark.parametrize(("header", "expected"), [("content-length: 9999", "connection"), ("x: y", None)])
+async def test_an_answer_that_ends_with_its_connection_is_whole_if_it_has_no_length(
+    header: str, expected: str | None
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\n{header}\r\n\r\n{BODY}".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+        address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        server = StallingServer(LoadTarget(address=address, model="m"))
+        [record] = await load(server, concurrency=1, num_conversations=1)
+    assert record.error == expected
+
+
 async def test_a_request_without_an_answer_times_out() -> None:
     async with serving() as server:
         server.start = time.monotonic() - STALL[0]

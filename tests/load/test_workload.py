@@ -66,6 +66,20 @@ def test_prompts_have_the_length_that_the_service_counts() -> None:
     assert turn.new_tokens == 9
 
 
+def test_cut_prompts_have_a_word_for_each_token_of_the_drawn_length() -> None:
+    made = make(50, cuts_prompts=True, input_tokens="10-20")
+    lengths = {one.turns[0].max_input_tokens for one in made}
+    assert lengths == set(range(10, 21))
+    assert all(len(words(one)) == one.turns[0].max_input_tokens for one in made)
+
+
+def test_given_texts_and_ids_take_turns() -> None:
+    made = make(7, texts=("a", "b", "c"), adapter_ids=("x", "y"), soft_prompt_ids=("p",))
+    assert [one.turns[0].text for one in made] == list("abcabca")
+    assert [one.adapter_id for one in made] == list("xyxyxyx")
+    assert {one.soft_prompt_id for one in made} == {"p"}
+
+
 def test_prefixes_are_shared() -> None:
     made = [words(one) for one in make(prefix_tokens=30, num_prefixes=3, input_tokens="50")]
     assert {len(one) for one in made} == {50}

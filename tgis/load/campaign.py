@@ -113,7 +113,13 @@ class Campaign:
     async def _count_tokens(self, words: Sequence[str]) -> int:
         """Return the service's count for a prompt of these words; 0 if it reports none."""
         text, seed = " ".join(words), self._plan.workload.seed
-        workload = Workload(seed=seed, output_tokens=str(PROBE_TOKENS), may_end_early=True, text=text)
+        workload = Workload(
+            seed=seed,
+            texts=(text,),
+            output_tokens=str(PROBE_TOKENS),
+            may_end_early=True,
+            counts_inputs=True,
+        )
         job = replace(self._job(PROBE), workload=workload, num_conversations=1, warm_up=0)
         [record] = (await self._processes.run([job], _ignore)).records
         if record.error is not None:

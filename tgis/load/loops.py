@@ -42,13 +42,13 @@ class LoadRun:
         if self._job.concurrency:
             numbers = count()
             clients = (self._run_client(numbers, clock) for _ in range(self._job.concurrency))
-            await asyncio.sleep(max(0.0, -clock()))
+            await _wait_until(0.0, clock)
             await asyncio.gather(*clients)
             return
         async with asyncio.TaskGroup() as calls:
             for number, intended in enumerate(self._job.schedule):
                 conversation = self._make(number)  # before the wait, so that the call is not late
-                await asyncio.sleep(max(0.0, intended - clock()))
+                await _wait_until(intended, clock)
                 calls.create_task(self._converse(conversation, intended, clock))
 
     async def _run_client(self, numbers: "count[int]", clock: RunClock) -> None:
@@ -84,7 +84,13 @@ class LoadRun:
             new_tokens=turn.new_tokens,
             is_exact=not workload.may_end_early and conversation.rule is None,
             seed=conversation.seed,
+            is_stream=not workload.is_unary,
+            max_input_tokens=turn.max_input_tokens,
+            counts_input=workload.counts_inputs,
+            has_token_details=workload.has_token_details,
             temperature=workload.temperature,
+            top_k=workload.top_k,
+            top_p=workload.top_p,
             rule=conversation.rule,
             adapter_id=conversation.adapter_id,
             soft_prompt_id=conversation.soft_prompt_id,
@@ -109,6 +115,14 @@ class LoadRun:
                 record.digest = hashlib.sha256(receiver.text.encode()).hexdigest()[:16]
         self.records.append(record)
         return receiver.text
+
+
+async def _wait_until(due: float, clock: RunClock) -> None:
+    """Wait until the clock shows the time. The event loop's timers may be a millisecond early."""
+    left = due - clock()
+    while left > 0:
+        await asyncio.sleep(left)
+        left = due - clock()
 
 
 def find_faults(prompting: Prompting, record: AnswerRecord, text: str) -> list[str]:

@@ -6,7 +6,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tgis.load.errors import LoadError
@@ -29,6 +29,8 @@ class RunRecord:
     delays: list[float]
     """Delays of the processes' event loops."""
     elapsed_s: float
+    cpu_s: list[float] = field(default_factory=list)
+    """CPU time of each process."""
 
 
 class LoadProcesses:
@@ -53,14 +55,20 @@ class LoadProcesses:
                 process.kill()
             await process.wait()
 
-    async def run(self, jobs: Sequence[LoadJob], listen: Listener) -> RunRecord:
-        """Run jobs, at most one per process, with the same start. Raises LoadError."""
+    async def run(
+        self, jobs: Sequence[LoadJob], listen: Listener, begin: Callable[[float], None] | None = None
+    ) -> RunRecord:
+        """Run jobs, at most one per process, with the same start. Raises LoadError.
+
+        `begin` is called with the start, a time of the monotonic clock, shortly before it."""
         used = self._processes[: len(jobs)]
         for process, job in zip(used, jobs, strict=True):
             _send(process, job.to_json())
         for process in used:
             await _receive(process, "ready", listen)
         start = time.monotonic() + HEAD_START_S
+        if begin is not None:
+            begin(start)
         for process in used:
             _send(process, {"start": start})
         results = await asyncio.gather(*(_receive(process, "records", listen) for process in used))
@@ -69,6 +77,7 @@ class LoadProcesses:
             cpu_shares=[result["cpu_share"] for result in results],
             delays=[delay for result in results for delay in result["delays"]],
             elapsed_s=max(result["elapsed_s"] for result in results),
+            cpu_s=[result["cpu_s"] for result in results],
         )
 
 

@@ -22,7 +22,18 @@ class Prompting:
     is_exact: bool
     """True to generate exactly this number of tokens, whatever the model predicts."""
     seed: int
+    is_stream: bool = True
+    """False to ask for the whole answer in one message."""
+    max_input_tokens: int | None = None
+    """Number of tokens to which the service cuts the prompt; None: it does not."""
+    counts_input: bool = False
+    """True to send the prompt so that the service counts its tokens, if its usual answers have no count."""
+    has_token_details: bool = False
+    """True to ask for details of every token, so that also a token without text has a message."""
     temperature: float | None = None
+    """None: greedy."""
+    top_k: int | None = None
+    top_p: float | None = None
     rule: TextRule | None = None
     adapter_id: str | None = None
     soft_prompt_id: str | None = None
@@ -51,6 +62,8 @@ class AnswerRecord:
     input_tokens: int = 0
     cached_tokens: int | None = None
     """None: the service does not report them."""
+    accepted: float | None = None
+    """Time of the first message, which may have no token."""
     error: str | None = None
     """Kind of the failure."""
     faults: list[str] = field(default_factory=list)
@@ -101,6 +114,11 @@ class AnswerReceiver:
     def text(self) -> str:
         return "".join(self._texts)
 
+    def accept(self) -> None:
+        """Take a message that has no token."""
+        if self.record.accepted is None:
+            self.record.accepted = self._clock()
+
     def add_text(self, text: str) -> None:
         self._texts.append(text)
 
@@ -108,7 +126,9 @@ class AnswerReceiver:
         """Take the number of tokens generated so far."""
         record = self.record
         if num_generated > record.output_tokens:
-            record.arrivals.append(self._clock())
+            now = self._clock()
+            record.accepted = record.accepted or now
+            record.arrivals.append(now)
             record.counts.append(num_generated)
 
     def add_tokens(self, num_tokens: int) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Awaitable
 from dataclasses import asdict
 from typing import Any
 
+import uvloop
+
 from tgis.load.apis.catalogue import APIS
 from tgis.load.errors import AnswerError, LoadError
 from tgis.load.job import LoadJob
@@ -78,6 +80,7 @@ async def _measure(run: LoadRun, clock: RunClock) -> None:
         {
             "records": [asdict(record) for record in run.records],
             "cpu_share": used / wall if wall else 0.0,
+            "cpu_s": used,
             "delays": looks.delays,
             "elapsed_s": clock(),
         }
@@ -101,7 +104,7 @@ def _write(fields: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while line := sys.stdin.readline():
             try:
                 runner.run(_serve(LoadJob.from_json(json.loads(line))))

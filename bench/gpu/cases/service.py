@@ -6,22 +6,23 @@ import os
 import time
 from pathlib import Path
 
-from bench.children import run_child
-from bench.figures import summarize
+from bench import clients as bench_clients
+from bench.clients import STREAM, UNARY, Calls
+from bench.generator import load_processes
 from bench.gpu.inputs.checkpoint import written_checkpoint
 from bench.gpu.target import Target
-from bench.load import Answer, Job, Mode
 from bench.service import BenchError, launch
 
 LOAD_TIMEOUT_S, MIN_LOAD_S = 40.0, 5.0
 TICKS = os.sysconf("SC_CLK_TCK")
 # Method of the calls, number of clients, calls per client, and whether tokens are sampled.
-CALLS: tuple[tuple[Mode, int, int, bool], ...] = (
-    ("stream", 1, 2, False),
-    ("stream", 64, 4, False),
-    ("stream", 64, 2, True),
-    ("unary", 256, 3, False),
+CALLS: tuple[tuple[str, int, int, bool], ...] = (
+    (STREAM, 1, 2, False),
+    (STREAM, 64, 4, False),
+    (STREAM, 64, 2, True),
+    (UNARY, 256, 3, False),
 )
+SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 INPUT_TOKENS, NEW_TOKENS = 512, 256
 
 
@@ -44,7 +45,7 @@ def measure(target: Target, name: str) -> None:
 
 
 def measure_calls(
-    target: Target, name: str, address: str, mode: Mode, clients: int, count: int, is_sampled: bool
+    target: Target, name: str, address: str, mode: str, clients: int, count: int, is_sampled: bool
 ) -> None:
     limit = min(LOAD_TIMEOUT_S, target.seconds_left - MIN_LOAD_S)
     key = f"{name} {mode} {clients}" + (", top_k and top_p" if is_sampled else "")
@@ -52,19 +53,28 @@ def measure_calls(
         target.recorder.problem(key, "no time was left")
         return
     tokens = (24, 8) if target.is_rehearsal else (INPUT_TOKENS, NEW_TOKENS)
-    job = Job(address, mode, clients, count, *tokens, seed=clients, time_limit=limit, is_sampled=is_sampled)
-    before = router_seconds()
-    [result] = run_child("bench.load", job, limit + MIN_LOAD_S)
-    spent, answers = router_seconds() - before, [Answer(**answer) for answer in result["answers"]]
-    figures = summarize(job, answers)
-    detail = f"{figures['answer_ms_p50']:.0f} ms an answer"
-    if mode == "stream":
-        detail += (
-            f", first token {figures['first_token_ms_p50']:.0f} ms, then {figures['token_ms_p50']:.2f} ms"
-        )
+    calls = Calls(
+        mode=mode,
+        clients=clients,
+        requests=count,
+        input_tokens=tokens[0],
+        new_tokens=tokens[1],
+        time_limit=limit,
+        more=SAMPLING if is_sampled else {},
+    )
+    with load_processes() as generator:
+        before = router_seconds()
+        figures = bench_clients.measure_calls(generator, address, calls)
+    spent, count = router_seconds() - before, figures["succeeded"]
+    detail = "no answer"
+    if count:
+        detail = f"{1e3 * figures['total']['p50']:.0f} ms an answer"
+    if count and mode == STREAM:
+        first_s, between_s = figures["ttft"]["p50"], figures["tpot"]["p50"]
+        detail += f", first token {1e3 * first_s:.0f} ms, then {1e3 * between_s:.2f} ms"
     target.recorder.figure(f"{key}: output", figures["output_tokens_per_s"], "tokens/s", detail)
-    target.recorder.check(f"{key}: no call failed", figures["failed"] == 0)
-    share = spent / max(answer.ended for answer in answers)
+    target.recorder.check(f"{key}: no call failed", count == figures["requests"])
+    share = spent / figures["window_s"]
     target.recorder.figure(f"{key}: router's share of a core", share, "")
 
 

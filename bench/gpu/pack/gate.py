@@ -23,7 +23,9 @@ PROGRAMS = (
     "tgis.router.app",
     "tgis.shard.server",
     "tgis.shard.kernels.cuda.check.self_check",
-    "bench.load",
+    "bench.clients",
+    "tgis.load.worker",
+    "tgis.load.apis.fmaas",
 )
 OWN = frozenset({"tgis-next", "tgis-next-client"})
 

@@ -86,6 +86,11 @@ class BenchPrompts:
     """Options that say what is sent."""
 
     input_tokens: str = option(f"Length of prompts in {LENGTHS}.", "256", env=False)
+    exact_input: bool = option(
+        "Send prompts that are too long, which the service cuts to exactly the drawn length; not chat.",
+        False,
+        env=False,
+    )
     output_tokens: str = option(f"Length of answers in {LENGTHS}.", "64", env=False)
     may_end_early: bool = option(
         "Let the model end an answer; otherwise answers have exactly the drawn length, where the API can "
@@ -106,14 +111,12 @@ class BenchPrompts:
         env=False,
         minimum=0,
     )
-    adapters: str | None = option(
-        "Ids of LoRA adapters, separated by commas, drawn at random.", None, env=False
-    )
+    adapters: str | None = option("Ids of LoRA adapters, separated by commas, used in turn.", None, env=False)
     adapter_share: float = option(
         "Share of conversations with an adapter.", 1.0, env=False, minimum=0, maximum=1
     )
     soft_prompts: str | None = option(
-        "Ids of soft prompts, separated by commas; only fmaas.", None, env=False
+        "Ids of soft prompts, separated by commas, used in turn; only fmaas.", None, env=False
     )
     soft_prompt_share: float = option(
         "Share of conversations with a soft prompt.", 1.0, env=False, minimum=0, maximum=1
@@ -125,6 +128,22 @@ class BenchPrompts:
     )
     temperature: float | None = option(
         "Temperature of sampling; unset: greedy.", None, env=False, minimum=0.001
+    )
+    top_k: int | None = option(
+        "Number of likeliest tokens that are sampled from; unset: all.", None, env=False, minimum=1
+    )
+    top_p: float | None = option(
+        "Share of the probability that is sampled from; unset: all.",
+        None,
+        env=False,
+        minimum=0.001,
+        maximum=1,
+    )
+    unary: bool = option("Ask for whole answers instead of streams.", False, env=False)
+    token_details: bool = option(
+        "Ask for details of every token; then tokens without text have messages, too. Only fmaas.",
+        False,
+        env=False,
     )
     repeat_share: float = option(
         "Share of conversations that repeat another with its seed; their texts must be the same.",

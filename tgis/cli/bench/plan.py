@@ -6,6 +6,7 @@ import click
 
 from tgis.cli.bench.options import BenchLoad, BenchOutput, BenchPlace, BenchPrompts
 from tgis.load.apis.catalogue import Endpoint, choose_api
+from tgis.load.apis.features import WITHOUT_MINIMUM, check_features
 from tgis.load.apis.interface import LoadTarget
 from tgis.load.campaign import BenchPlan, Level
 from tgis.load.errors import LoadError
@@ -18,8 +19,6 @@ from tgis.load.workload.lengths import parse_lengths
 DEFAULT_DURATION_S = 30.0
 SATURATING = 64
 MAX_CHANNELS = 16
-WITHOUT_MINIMUM = ("tgi",)
-"""APIs that cannot make a text longer than the model does."""
 
 
 def make_plan(place: BenchPlace, load: BenchLoad, prompts: BenchPrompts, output: BenchOutput) -> BenchPlan:
@@ -91,17 +90,15 @@ def _numbers(text: str | None, flag: str) -> list[float]:
 
 
 def make_workload(prompts: BenchPrompts, api: str) -> Workload:
-    if prompts.soft_prompts and api != "fmaas":
-        raise LoadError("only fmaas has soft prompts")
-    if prompts.adapters and api == "engine":
-        raise LoadError("the engine API has no adapters")
+    _check_prompts(prompts)
     for text in (prompts.input_tokens, prompts.output_tokens):
         parse_lengths(text)
-    return Workload(
+    workload = Workload(
         seed=prompts.seed,
         input_tokens=prompts.input_tokens,
         output_tokens=prompts.output_tokens,
         prompt_file=prompts.prompts,
+        cuts_prompts=prompts.exact_input,
         prefix_tokens=prompts.shared_prefix,
         num_prefixes=prompts.num_prefixes,
         turns=prompts.turns,
@@ -112,8 +109,21 @@ def make_workload(prompts: BenchPrompts, api: str) -> Workload:
         constraints=parse_shares(prompts.constraints),
         repeat_share=prompts.repeat_share,
         temperature=prompts.temperature,
+        top_k=prompts.top_k,
+        top_p=prompts.top_p,
+        is_unary=prompts.unary,
+        has_token_details=prompts.token_details,
         may_end_early=prompts.may_end_early or api in WITHOUT_MINIMUM,
     )
+    check_features(api, workload)
+    return workload
+
+
+def _check_prompts(prompts: BenchPrompts) -> None:
+    if prompts.exact_input and (prompts.prompts or prompts.shared_prefix or prompts.turns != 1):
+        raise LoadError("--exact-input cuts random prompts: no --prompts, --shared-prefix or --turns")
+    if prompts.temperature is None and (prompts.top_k or prompts.top_p):
+        raise LoadError("--top-k and --top-p need --temperature")
 
 
 def _ids(text: str | None) -> tuple[str, ...]:

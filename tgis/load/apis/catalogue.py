@@ -27,6 +27,12 @@ def _tgi(target: LoadTarget) -> ApiClient:
     return TgiClient(target)
 
 
+def _lmi(target: LoadTarget) -> ApiClient:
+    from tgis.load.apis.lmi import LmiClient
+
+    return LmiClient(target)
+
+
 def _engine(target: LoadTarget) -> ApiClient:
     from tgis.load.apis.engine import EngineApiClient
 
@@ -39,9 +45,10 @@ APIS: dict[str, Callable[[LoadTarget], ApiClient]] = {
     "completions": partial(_openai, is_chat=False),
     "chat": partial(_openai, is_chat=True),
     "tgi": _tgi,
+    "lmi": _lmi,
     "engine": _engine,
 }
-HTTP_APIS = ("completions", "chat", "tgi")
+HTTP_APIS = ("completions", "chat", "tgi", "lmi")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -64,6 +71,8 @@ def choose_api(given: str, api: str | None, credentials: LoadTarget) -> Endpoint
     address = f"{url.hostname}:{url.port or DEFAULT_PORTS[url.scheme]}"
     path = url.path.rstrip("/").removesuffix("/v1")
     is_tls = url.scheme == "https"
+    if credentials.is_tls and not is_tls:
+        raise LoadError(f"{given!r} is a URL without TLS; write https")
     return Endpoint(api or "chat", replace(credentials, address=address, path=path, is_tls=is_tls))
 
 

@@ -3,19 +3,22 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
 
 from tgis.load.apis.interface import LoadTarget
-from tgis.load.errors import AnswerError
+from tgis.load.errors import AnswerError, LoadError
+from tgis.load.records import Prompting
 
 CHUNK_BYTES = 1 << 16
 MAX_BODY_BYTES = 64 << 20
 EVENT = b"data:"
+LENGTHS = (b"content-length", b"transfer-encoding")
+"""Headers of an answer that says where it ends."""
 CONNECTION, PROTOCOL = "connection", "protocol"
 """Kinds of failures without a status."""
 
@@ -27,10 +30,16 @@ class _Reply:
     body: bytearray = field(default_factory=bytearray)
     is_complete: bool = False
     keeps_alive: bool = False
+    has_length: bool = False
+    """False if only the end of the connection ends the answer."""
     parser: httptools.HttpResponseParser = field(init=False)
 
     def __post_init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in LENGTHS:
+            self.has_length = True
 
     def on_body(self, data: bytes) -> None:
         self.body += data
@@ -54,11 +63,7 @@ class HttpLinks:
         self._host, _, port = target.address.rpartition(":")
         self._port = int(port)
         self._idle: list[_Link] = []
-        self._context: ssl.SSLContext | None = None
-        if target.is_tls:
-            self._context = ssl.create_default_context(cafile=target.ca_cert)
-            if target.cert is not None:
-                self._context.load_cert_chain(target.cert, target.key)
+        self._context = _read_context(target) if target.is_tls else None
 
     async def ask(self, method: str, path: str, fields: dict[str, Any] | None = None) -> Any:
         """Return the JSON of an answer. Raises AnswerError."""
@@ -70,15 +75,15 @@ class HttpLinks:
         except ValueError as error:
             raise AnswerError(PROTOCOL) from error
 
-    async def stream(self, path: str, fields: dict[str, Any]) -> AsyncGenerator[bytes]:
-        """Yield the data of the events. Raises AnswerError."""
+    async def stream(self, path: str, fields: dict[str, Any], mark: bytes = EVENT) -> AsyncGenerator[bytes]:
+        """Yield the data of the events, which are the lines that begin with the mark. Raises AnswerError."""
         async with self._exchange("POST", path, fields) as (parts, reply):
             async for _ in parts:
                 lines = reply.body.split(b"\n")
                 reply.body = lines.pop()
                 for line in lines:
-                    if line.startswith(EVENT):
-                        yield bytes(line[len(EVENT) :].strip())
+                    if line.startswith(mark) and (data := line[len(mark) :].strip()):
+                        yield bytes(data)
 
     @asynccontextmanager
     async def _exchange(
@@ -129,11 +134,40 @@ class HttpLinks:
         self._idle.clear()
 
 
+def _read_context(target: LoadTarget) -> ssl.SSLContext:
+    """Return the credentials of connections. Raises LoadError if a file cannot be used."""
+    try:
+        context = ssl.create_default_context(cafile=target.ca_cert)
+        if target.cert is not None:
+            context.load_cert_chain(target.cert, target.key)
+    except (OSError, ssl.SSLError) as error:
+        raise LoadError(f"a TLS file cannot be used: {error}") from error
+    return context
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Raise AnswerError for JSON of another form."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise AnswerError(PROTOCOL) from error
+
+
+def sampling_fields(prompting: Prompting) -> dict[str, Any]:
+    """Return the fields that all HTTP APIs name likewise."""
+    given = {"temperature": prompting.temperature, "seed": prompting.seed}
+    given |= {"top_k": prompting.top_k, "top_p": prompting.top_p}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 async def _read(reader: asyncio.StreamReader, reply: _Reply) -> AsyncIterator[None]:
     while not reply.is_complete:
         data = await reader.read(CHUNK_BYTES)
         if not data:
-            raise AnswerError(CONNECTION)
+            if reply.has_length or not reply.parser.get_status_code():
+                raise AnswerError(CONNECTION)
+            return
         reply.parser.feed_data(data)
         if len(reply.body) > MAX_BODY_BYTES:
             raise AnswerError(PROTOCOL)

@@ -4,7 +4,7 @@ import json
 from contextlib import aclosing
 from typing import Any
 
-from tgis.load.apis.http import PROTOCOL, HttpLinks
+from tgis.load.apis.http import HttpLinks, reading, sampling_fields
 from tgis.load.apis.interface import LoadTarget
 from tgis.load.errors import AnswerError
 from tgis.load.records import AnswerReceiver, Prompting
@@ -25,21 +25,22 @@ class OpenAiClient:
         """Take the first model of the service if none is given."""
         models = await self._links.ask("GET", "/v1/models")
         if self._model is None:
-            try:
+            with reading():
                 self._model = str(models["data"][0]["id"])
-            except (KeyError, IndexError, TypeError) as error:
-                raise AnswerError(PROTOCOL) from error
 
     async def send(self, prompting: Prompting, receiver: AnswerReceiver) -> None:
         path = "/v1/chat/completions" if self._is_chat else "/v1/completions"
-        async with aclosing(self._links.stream(path, self._fields(prompting))) as events:
+        fields = self._fields(prompting)
+        if not prompting.is_stream:
+            with reading():
+                _receive_whole(await self._links.ask("POST", path, fields), receiver)
+            return
+        async with aclosing(self._links.stream(path, fields)) as events:
             async for event in events:
                 if event == DONE:
                     continue
-                try:
+                with reading():
                     _receive(json.loads(event), receiver)
-                except (ValueError, KeyError, TypeError) as error:
-                    raise AnswerError(PROTOCOL) from error
 
     async def close(self) -> None:
         await self._links.close()
@@ -49,15 +50,18 @@ class OpenAiClient:
             "model": prompting.adapter_id or self._model,
             "max_tokens": prompting.new_tokens,
             "temperature": prompting.temperature or 0.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream": prompting.is_stream,
         }
+        if prompting.is_stream:
+            fields["stream_options"] = {"include_usage": True}
         if self._is_chat:
             fields["messages"] = [{"role": turn.role, "content": turn.text} for turn in prompting.turns]
         else:
             fields["prompt"] = prompting.text
         if prompting.temperature is not None:
-            fields["seed"] = prompting.seed
+            fields |= sampling_fields(prompting)
+        if prompting.max_input_tokens is not None:
+            fields["truncate_prompt_tokens"] = prompting.max_input_tokens
         if prompting.is_exact:
             fields |= {"ignore_eos": True, "min_tokens": prompting.new_tokens}
         return fields | _rule_fields(prompting.rule)
@@ -85,6 +89,17 @@ def _receive(event: dict[str, Any], receiver: AnswerReceiver) -> None:
         receiver.add_tokens(1 if text else 0)
         return
     receiver.correct_tokens(usage["completion_tokens"])
+    _report_usage(usage, receiver)
+
+
+def _receive_whole(answer: dict[str, Any], receiver: AnswerReceiver) -> None:
+    [choice] = answer["choices"]
+    receiver.add_text(_text(choice))
+    receiver.count_tokens(answer["usage"]["completion_tokens"])
+    _report_usage(answer["usage"], receiver)
+
+
+def _report_usage(usage: dict[str, Any], receiver: AnswerReceiver) -> None:
     details = usage.get("prompt_tokens_details") or {}
     receiver.report(usage["prompt_tokens"], details.get("cached_tokens"))
 
@@ -92,5 +107,5 @@ def _receive(event: dict[str, Any], receiver: AnswerReceiver) -> None:
 def _text(choice: dict[str, Any]) -> str:
     if "text" in choice:
         return str(choice["text"])
-    delta = choice["delta"]
+    delta = choice["message"] if "message" in choice else choice["delta"]
     return "".join(delta.get(name) or "" for name in ("reasoning_content", "content"))

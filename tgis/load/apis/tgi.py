@@ -4,7 +4,7 @@ import json
 from contextlib import aclosing
 from typing import Any
 
-from tgis.load.apis.http import PROTOCOL, HttpLinks
+from tgis.load.apis.http import HttpLinks, reading, sampling_fields
 from tgis.load.apis.interface import LoadTarget
 from tgis.load.errors import AnswerError
 from tgis.load.records import AnswerReceiver, Prompting
@@ -21,12 +21,15 @@ class TgiClient:
         await self._links.ask("GET", "/info")
 
     async def send(self, prompting: Prompting, receiver: AnswerReceiver) -> None:
-        async with aclosing(self._links.stream("/generate_stream", _fields(prompting))) as events:
+        fields = _fields(prompting)
+        if not prompting.is_stream:
+            with reading():
+                _receive_whole(await self._links.ask("POST", "/generate", fields), receiver)
+            return
+        async with aclosing(self._links.stream("/generate_stream", fields)) as events:
             async for event in events:
-                try:
+                with reading():
                     _receive(json.loads(event), receiver)
-                except (ValueError, KeyError, TypeError) as error:
-                    raise AnswerError(PROTOCOL) from error
 
     async def close(self) -> None:
         await self._links.close()
@@ -40,12 +43,14 @@ def _fields(prompting: Prompting) -> dict[str, Any]:
         "do_sample": prompting.temperature is not None,
     }
     if prompting.temperature is not None:
-        parameters |= {"temperature": prompting.temperature, "seed": prompting.seed}
+        parameters |= sampling_fields(prompting)
+    if prompting.max_input_tokens is not None:
+        parameters["truncate"] = prompting.max_input_tokens
     if prompting.adapter_id is not None:
         parameters["adapter_id"] = prompting.adapter_id
     if prompting.rule is not None:
         parameters["grammar"] = _grammar(prompting.rule)
-    return {"inputs": prompting.text, "parameters": parameters, "stream": True}
+    return {"inputs": prompting.text, "parameters": parameters}
 
 
 def _grammar(rule: TextRule) -> dict[str, Any]:
@@ -54,6 +59,11 @@ def _grammar(rule: TextRule) -> dict[str, Any]:
     if rule.kind == "regex":
         return {"type": "regex", "value": rule.value}
     return {"type": "regex", "value": "|".join(f"({text})" for text in rule.value)}
+
+
+def _receive_whole(answer: dict[str, Any], receiver: AnswerReceiver) -> None:
+    receiver.add_text(answer["generated_text"])
+    receiver.count_tokens(answer["details"]["generated_tokens"])
 
 
 def _receive(event: dict[str, Any], receiver: AnswerReceiver) -> None:

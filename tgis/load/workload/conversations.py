@@ -39,9 +39,13 @@ class Workload:
     seed: int = 0
     input_tokens: str = "256"
     output_tokens: str = "64"
-    text: str | None = None
-    """Prompt of every conversation; None: random words."""
+    texts: tuple[str, ...] = ()
+    """Prompts, in turn; none: random words."""
     prompt_file: str | None = None
+    cuts_prompts: bool = False
+    """True to let the service cut longer prompts to the drawn length, which is exact then."""
+    counts_inputs: bool = False
+    """True to send prompts so that the service counts their tokens."""
     prefix_tokens: int = 0
     """Length of the beginning that prompts share."""
     num_prefixes: int = 1
@@ -56,6 +60,11 @@ class Workload:
     """Share of conversations that repeat the one before with its seed, so that the texts can be compared."""
     temperature: float | None = None
     """None: greedy."""
+    top_k: int | None = None
+    top_p: float | None = None
+    is_unary: bool = False
+    """True to ask for whole answers instead of streams."""
+    has_token_details: bool = False
     may_end_early: bool = False
 
 
@@ -65,6 +74,8 @@ class Turn:
 
     text: str
     new_tokens: int
+    max_input_tokens: int | None = None
+    """Number of tokens to which the service cuts the prompt."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +118,15 @@ class ConversationSource:
     def _make(self, index: int) -> Conversation:
         workload, source = self._workload, random.Random(f"{self._workload.seed} {index}")
         given = self._files[index % len(self._files)] if self._files else None
-        turns = self._file_turns(given, source) if given else self._own_turns(source)
+        turns = self._file_turns(given, source) if given else self._own_turns(index, source)
         rule = given.rule if given and given.rule else draw_rule(workload.constraints, source)
         return Conversation(
             index=index,
             turns=tuple(turns),
             seed=source.randrange(1, 2**31),
             rule=rule,
-            adapter_id=_draw_id(workload.adapter_ids, workload.adapter_share, source),
-            soft_prompt_id=_draw_id(workload.soft_prompt_ids, workload.soft_prompt_share, source),
+            adapter_id=_choose_id(workload.adapter_ids, workload.adapter_share, index, source),
+            soft_prompt_id=_choose_id(workload.soft_prompt_ids, workload.soft_prompt_share, index, source),
         )
 
     @cached_property
@@ -132,9 +143,17 @@ class ConversationSource:
             turns.append(Turn(text, wanted or estimate or self._output_lengths.draw(source)))
         return turns
 
-    def _own_turns(self, source: random.Random) -> list[Turn]:
-        text = self._workload.text
-        return self._random_turns(source) if text is None else [Turn(text, self._output_lengths.draw(source))]
+    def _own_turns(self, index: int, source: random.Random) -> list[Turn]:
+        texts = self._workload.texts
+        if texts:
+            return [Turn(texts[index % len(texts)], self._output_lengths.draw(source))]
+        return [self._cut_turn(source)] if self._workload.cuts_prompts else self._random_turns(source)
+
+    def _cut_turn(self, source: random.Random) -> Turn:
+        """Return a prompt that is long enough, because a word has at least one token."""
+        num_tokens = self._input_lengths.draw(source)
+        text = " ".join(source.choices(WORDS, k=num_tokens))
+        return Turn(text, self._output_lengths.draw(source), num_tokens)
 
     def _random_turns(self, source: random.Random) -> list[Turn]:
         turns = []
@@ -150,12 +169,13 @@ class ConversationSource:
         return source.choices(WORDS, k=self._scale.words_for(self._workload.prefix_tokens))
 
 
-def _draw_id(ids: Sequence[str], share: float, source: random.Random) -> str | None:
-    return source.choice(ids) if ids and source.random() < share else None
+def _choose_id(ids: Sequence[str], share: float, index: int, source: random.Random) -> str | None:
+    """Return one of the ids, which take turns, for a share of the conversations."""
+    return ids[index % len(ids)] if ids and source.random() < share else None
 
 
 def as_workload(fields: dict[str, Any]) -> Workload:
     """Return the workload of a job's JSON."""
-    lists = ("adapter_ids", "soft_prompt_ids")
+    lists = ("texts", "adapter_ids", "soft_prompt_ids")
     pairs = tuple((str(name), float(share)) for name, share in fields["constraints"])
     return Workload(**{**fields, **{name: tuple(fields[name]) for name in lists}, "constraints": pairs})
