@@ -12,7 +12,7 @@ from bench.limits import WIDTHS, Rates
 from bench.machine import Limits
 from bench.profile_report import Profile, Work, format_profile
 from bench.shapes import Shape
-from bench.steps import Rows, load_runner
+from bench.steps import MAX_LENGTH, Rows, load_runner
 from bench.stopwatch import Stopwatch, WatchedForward, profile_graph, timing_kernels, watching
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cpu.kernel_graph import KernelGraph
@@ -27,8 +27,8 @@ def main() -> None:
     options = parse_options()
     shape = shapes.SHAPES[options.shape]
     model = shapes.ensure_checkpoint(options.shape, options.cache)
-    longest = max(options.context, *options.prefill) + 32
-    cache_tokens, quantize = max(options.batch, default=1) * longest, "int8" if options.int8 else None
+    quantize = "int8" if options.int8 else None
+    cache_tokens = count_cache_tokens(options.batch, options.context, options.prefill)
     runner = load_runner(model, options.dtype, cache_tokens, quantize, options.kv_cache_dtype)
     machine = Limits()
     width = WIDTHS[quantize or options.dtype]
@@ -61,6 +61,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--cache", type=Path, default=Path(".cache/bench"), help="directory of models (default %(default)s)"
     )
     return parser.parse_args(arguments)
+
+
+def count_cache_tokens(batches: Sequence[int], context: int, prompts: Sequence[int]) -> int:
+    """Return the number of tokens for which the cache needs room: those of every step, and one request of the
+    longest length."""
+    return max(MAX_LENGTH, max(batches, default=1) * (max([context, *prompts]) + 32))
 
 
 def measure_rates(machine: Limits) -> Rates:

@@ -214,6 +214,12 @@ def convert_to_onnx(
 )
 @click.option("--bits", type=click.Choice(["2", "3", "4", "8"]), default="4", help="GPTQ: bits per weight.")
 @click.option(
+    "--sensitive-bits",
+    type=click.Choice(["2", "3", "4", "8"]),
+    help="GPTQ: bits per weight of the last layer and of some down projections; unset: 8 if --bits is 4 and "
+    "the model has less than 1 billion weights, else --bits.",
+)
+@click.option(
     "--groupsize",
     type=click.IntRange(-1),
     help="GPTQ: columns per scale; -1: all columns; unset: 32 for models below 1 billion weights, else 128.",
@@ -256,6 +262,7 @@ def quantize(
     gguf_type: str | None,
     calibration: Path | None,
     bits: str,
+    sensitive_bits: str | None,
     groupsize: int | None,
     trust_remote_code: bool,
     upload_to_model_id: str | None,
@@ -284,7 +291,13 @@ def quantize(
     from tgis.shard.quantize import run
     from tgis.shard.quantize.settings import QuantizeSettings
 
-    settings = QuantizeSettings(method=cast("Method", method), bits=int(bits), group_size=groupsize, **others)
+    settings = QuantizeSettings(
+        method=cast("Method", method),
+        bits=int(bits),
+        sensitive_bits=None if sensitive_bits is None else int(sensitive_bits),
+        group_size=groupsize,
+        **others,
+    )
     click.echo(run.quantize(directory, output, settings, calibration, root))
 
 

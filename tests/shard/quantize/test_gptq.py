@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.support.shard import gptq_oracle
-from tgis.shard.quantize.gptq import solve
-from tgis.shard.quantize.group_codes import GroupCodes, find_grid, round_to_nearest
+from tgis.shard.quantize import gptq
+from tgis.shard.quantize.gptq import round_by_gptq, solve
+from tgis.shard.quantize.group_codes import GroupCodes, assemble, find_grid, round_to_nearest
+from tgis.shard.quantize.refinement import refine
 from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 
 ROWS, COLUMNS = 12, 150  # more than a block
@@ -38,14 +40,20 @@ def draw(seed: int = 0, num_inputs: int = 400) -> tuple[torch.Tensor, torch.Tens
     return weight, 2 / num_inputs * inputs.T @ inputs
 
 
+def round_once(weight: torch.Tensor, hessian: torch.Tensor, settings: QuantizeSettings) -> GroupCodes:
+    """Round a matrix by GPTQ without refinement."""
+    columns, hessian = weight.double().T.clone(), hessian.double()
+    is_dead = hessian.diagonal() == 0
+    columns[is_dead], hessian.diagonal()[is_dead] = 0, 1
+    _, codes, grids = round_by_gptq(columns, hessian, settings)
+    return assemble(codes, grids, settings.group_length(len(columns)))
+
+
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_equals_the_paper(options: dict[str, Any]) -> None:
     settings = QuantizeSettings(**{"group_size": 128, "sym": True, **options})
     weight, hessian = draw()
-    before = weight.clone(), hessian.clone()
-    actual = solve(weight, hessian, settings)
-    assert torch.equal(weight, before[0])
-    assert torch.equal(hessian, before[1])
+    actual = round_once(weight, hessian, settings)
     expected = gptq_oracle.solve(
         weight.double().numpy(),
         hessian.double().numpy(),
@@ -104,7 +112,10 @@ def test_damping_increases_until_the_hessian_can_be_inverted(act_order: bool) ->
     weight, _ = draw()
     hessian = torch.ones(COLUMNS, COLUMNS).fill_diagonal_(1 - 1e-3)
     settings = QuantizeSettings(group_size=32, percdamp=1e-6, act_order=act_order)
+    before = weight.clone(), hessian.clone()
     actual = solve(weight, hessian, settings)
+    assert torch.equal(weight, before[0])
+    assert torch.equal(hessian, before[1])
     damped = solve(weight, hessian, replace(settings, percdamp=0.01))
     assert torch.equal(actual.codes, damped.codes)
     assert torch.equal(actual.scales, damped.scales)
@@ -124,9 +135,59 @@ def test_searched_grids_lose_less_than_grids_that_span_the_weights(bits: int, sy
         codes = np.clip(np.round(column / scale) + zero, 0, 2**bits - 1)
         spanned = importance.numpy() @ (column - (codes - zero) * scale) ** 2
         assert actual[row] < spanned * 1.001
+        scale, zero = gptq_oracle.find_grid(column, importance.numpy(), bits, sym)
         assert grid.zeros[row] == zero
-        scale, _ = gptq_oracle.find_grid(column, importance.numpy(), bits, sym)
         assert float(grid.scales[row]) == pytest.approx(scale, rel=2**-10), "scales are float16"
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_refinement_finds_the_best_code_and_scale_of_each_turn(options: dict[str, Any]) -> None:
+    """Every code and every scale is tried, in float64, by the error of the outputs."""
+    settings = QuantizeSettings(**{"group_size": 128, "sym": True, **options})
+    weight, hessian = draw(4)
+    columns, hessian = weight.double().T[:64].clone(), hessian.double()[:64, :64]
+    hessian += torch.eye(64)
+    length = settings.group_length(64)
+    _, codes, grids = round_by_gptq(columns.clone(), hessian, settings)
+    refined = assemble(*refine(columns, hessian, codes, grids, length), length)
+    for row in range(2):
+        expected = gptq_oracle.refine(
+            columns[:, row].numpy(),
+            hessian.numpy(),
+            codes[:, row].numpy(),
+            [(float(grid.scales[row]), float(grid.zeros[row])) for grid in grids],
+            settings.bits,
+        )
+        assert refined.dequantize()[row].double().numpy() == pytest.approx(expected, rel=2**-10, abs=1e-6)
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_refinement_loses_less(options: dict[str, Any]) -> None:
+    settings = QuantizeSettings(**{"group_size": 128, "sym": True, **options})
+    weight, hessian = draw(5)
+    ours, once = solve(weight, hessian, settings), round_once(weight, hessian, settings)
+    assert output_error(weight, hessian, ours) < 0.95 * output_error(weight, hessian, once)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_products_lose_less_if_the_search_knows_the_inputs(
+    act_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products in float64 of inputs whose mean squares differ between columns."""
+    weight, _ = draw(6)
+    sizes = torch.randn(COLUMNS, generator=torch.Generator().manual_seed(7)).mul(2).exp2().double()
+    known, others = torch.randn(2, 600, COLUMNS, dtype=torch.float64) * sizes
+    settings = QuantizeSettings(group_size=32, act_order=act_order)
+    exact = others @ weight.double().T
+
+    def lose() -> float:
+        codes = round_once(weight, 2 / len(known) * known.T @ known, settings)
+        return float((others @ codes.dequantize().double().T - exact).norm())
+
+    informed = lose()
+    monkeypatch.setattr(gptq, "find_grid", lambda x, known, *how: find_grid(x, torch.ones_like(known), *how))
+    assert informed < 0.8 * lose()
+    assert informed < 0.08 * float(exact.norm())
 
 
 def test_a_hessian_that_cannot_be_inverted_is_an_error() -> None:

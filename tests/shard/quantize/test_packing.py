@@ -34,7 +34,7 @@ def test_equals_the_table_of_formats(bits: int) -> None:
         "scales": (torch.float16, [3, 32]),
         "g_idx": (torch.int32, [96]),
     }
-    assert torch.equal(gptq_oracle.read_module(packed, bits), codes.dequantize()[rows])
+    assert torch.equal(gptq_oracle.read_module(packed), codes.dequantize()[rows])
     again = unpack_groups(packed, bits)
     assert torch.equal(again.dequantize(), codes.dequantize()[rows])
 
@@ -61,7 +61,7 @@ def test_compressed_tensors_rounds_and_reads_the_same(method: Method, format: st
     weight = torch.randn(24, 40) * torch.logspace(-6, 2, 24).unsqueeze(1)
     weight[3] = 0
     packed = pack_rows(weight, method)
-    config = QuantizeSettings(method=method).describe(["lm_head"])
+    config = QuantizeSettings(method=method).describe(["lm_head"], [])
     assert config["format"] == format
     scheme = QuantizationScheme(**config["config_groups"]["group_0"])
     compressor = BaseCompressor.get_value_from_registry(format)

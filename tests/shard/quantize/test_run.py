@@ -419,7 +419,14 @@ def test_other_settings_do_not_resume(tmp_path: Path) -> None:
     text = write(model, CASES["llama_grouped_queries"]())
     quantize(model, output, LITTLE, text)
     (output / "config.json").unlink()
-    facts = {"method": "gptq", "bits": 4, "group_size": 16, "act_order": False, "sym": False}
+    facts = {
+        "method": "gptq",
+        "bits": 4,
+        "sensitive_bits": 8,
+        "group_size": 16,
+        "act_order": False,
+        "sym": False,
+    }
     facts |= {"percdamp": 0.01, "samples": 8, "seqlen": LENGTH, "seed": 0}
     facts["model"] = model_files.fingerprint(model)
     (output / ".quantize.json").write_text(json.dumps({**facts, "calibration": "another"}))
@@ -488,6 +495,42 @@ def test_groups_are_smaller_in_small_models(tmp_path: Path) -> None:
     assert stored["model.layers.0.self_attn.q_proj.weight"].shape == (64, 64)
     assert [QuantizeSettings().for_model(num).group_size for num in (10**9 - 1, 10**9)] == [32, 128]
     assert QuantizeSettings(group_size=-1).for_model(10).group_size == -1
+
+
+def test_sensitive_matrices_of_small_models_have_eight_bits(tmp_path: Path) -> None:
+    """`dynamic` names them as GPTQModel and vLLM read it; vLLM asks for the names of merged modules."""
+    model, output = tmp_path / "model", tmp_path / "output"
+    config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 8})
+    text = write(model, config)
+    quantize(model, output, replace(LITTLE, samples=1), text)
+    described = json.loads((output / "config.json").read_text())["quantization_config"]
+    assert described["bits"] == 4
+    layer = "model.layers.{}."
+    eight = [f"{layer.format(i)}mlp.down_proj" for i in (0, 3, 6)]
+    eight += [
+        layer.format(7) + name for name in ("self_attn.qkv_proj", "self_attn.v_proj", "mlp.gate_up_proj")
+    ]
+    four = [layer.format(i) + name for i in (0, 70) for name in ("self_attn.qkv_proj", "mlp.up_proj")]
+    four += [f"{layer.format(1)}mlp.down_proj", "lm_head"]
+    assert {name: gptq_oracle.find_bits(described, name) for name in eight + four} == {
+        **dict.fromkeys(eight, 8),
+        **dict.fromkeys(four, 4),
+    }
+    assert transformers.GPTQConfig.from_dict(described).bits == 4
+    gptq_oracle.write_plain(model, output, tmp_path / "plain")  # compares the bits of every module
+    check_served(model, output, tmp_path / "plain", LITTLE)
+
+
+@pytest.mark.parametrize(
+    ("bits", "sensitive", "num_weights", "expected"),
+    [(4, None, 10**9 - 1, 8), (4, None, 10**9, 4), (3, None, 10, 3), (4, 4, 10, 4), (2, 4, 10**9, 4)],
+)
+def test_bits_of_sensitive_matrices(
+    bits: int, sensitive: int | None, num_weights: int, expected: int
+) -> None:
+    settings = QuantizeSettings(bits=bits, sensitive_bits=sensitive).for_model(num_weights)
+    assert (settings.for_matrix(True).bits, settings.for_matrix(False).bits) == (expected, bits)
+    assert ("dynamic" in settings.describe([], ["x"])) == (bits != expected)
 
 
 def test_an_encoder_decoder_needs_another_method(tmp_path: Path) -> None:

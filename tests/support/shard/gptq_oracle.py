@@ -2,8 +2,9 @@
 GPTQ checkpoint to a plain one."""
 
 import json
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +62,37 @@ def solve(
     return Solved(codes, scales, zeros, edges)
 
 
+def refine(
+    weights: Array, hessian: Array, codes: Array, grids: list[tuple[float, float]], bits: int
+) -> Array:
+    """Return better weights of a row: three times, each column takes the code with the least error of the
+    outputs, and after each group, the group's scale is fitted by linear regression."""
+    codes, grids, group = codes.copy(), list(grids), -(-len(weights) // len(grids))
+
+    def decode() -> Array:
+        return np.array([(c - grids[k // group][1]) * grids[k // group][0] for k, c in enumerate(codes)])
+
+    def measure() -> float:
+        off = weights - decode()
+        return float(off @ hessian @ off)
+
+    root = np.linalg.cholesky(hessian).T
+    for k in [k for _ in range(3) for k in range(len(weights))]:
+        errors = []
+        for codes[k] in range(2**bits):
+            errors.append(measure())
+        codes[k] = np.argmin(errors)
+        if (k + 1) % group == 0 or k + 1 == len(weights):
+            g = k // group
+            scale, zero = grids[g]
+            steps = np.where(np.arange(len(weights)) // group == g, codes - zero, 0.0)
+            if steps.any():
+                rest = weights - decode() + steps * scale
+                (fitted,), *_ = np.linalg.lstsq((root @ steps)[:, None], root @ rest, rcond=None)
+                grids[g] = max(float(np.float16(fitted)), 2.0**-24), zero
+    return decode()
+
+
 def find_costs(inverse: Array) -> Array:
     """Return what a squared error of each column costs once the columns before it are rounded."""
     left, costs = inverse.copy(), np.zeros(len(inverse))
@@ -71,21 +103,30 @@ def find_costs(inverse: Array) -> Array:
 
 
 def find_grid(weights: Array, importance: Array, bits: int, sym: bool) -> tuple[float, float]:
-    """Return the scale and the zero of a row's weights in a group, the best of the grids that span 0.7 to 1
-    times the range and of those with the scales of least squared error for their codes."""
-    span, zero = span_weights(weights, bits, sym)
-    best = (np.inf, span)
-    for width in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7):
-        scale = float(np.float16(float(np.float16(span)) * width))
+    """Return the scale and the zero of a row's weights in a group: the best of the grids that span 0.7 to 1
+    times the range, then of those with a zero beside it, and always of those with the scales of least squared
+    error for their codes."""
+
+    def measure(grid: tuple[float, float]) -> float:
+        scale, zero = grid
+        off = weights - (np.clip(np.round(weights / scale) + zero, 0, 2**bits - 1) - zero) * scale
+        return float((importance * off * off).sum())
+
+    def fit(grid: tuple[float, float]) -> float:
+        scale, zero = grid
         steps = np.clip(np.round(weights / scale) + zero, 0, 2**bits - 1) - zero
-        scales = [scale]
-        if (importance * steps * steps).sum() > 0:
-            fitted = (importance * weights * steps).sum() / (importance * steps * steps).sum()
-            scales.append(max(float(np.float16(fitted)), 2.0**-24))
-        for each in scales:
-            off = weights - (np.clip(np.round(weights / each) + zero, 0, 2**bits - 1) - zero) * each
-            best = min(best, (float((importance * off * off).sum()), each), key=lambda pair: pair[0])
-    return best[1], zero
+        if not (importance * steps * steps).sum() > 0:
+            return scale
+        fitted = (importance * weights * steps).sum() / (importance * steps * steps).sum()
+        return max(float(np.float16(fitted)), 2.0**-24)
+
+    span, zero = span_weights(weights, bits, sym)
+    spans = [float(np.float16(float(np.float16(span)) * w)) for w in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)]
+    best = min(((each, zero) for scale in spans for each in (scale, fit((scale, zero)))), key=measure)
+    for beside in () if sym else (zero - 1, zero + 1):
+        own = min(max(beside, 1), 2**bits - 1)
+        best = min([best, (best[0], own), (fit((best[0], own)), own)], key=measure)
+    return best
 
 
 def span_weights(weights: Array, bits: int, sym: bool) -> tuple[float, float]:
@@ -107,14 +148,20 @@ def read_bits(words: NDArray[np.int32], bits: int) -> NDArray[np.int64]:
     return values.T
 
 
-def read_module(tensors: dict[str, Tensor], bits: int) -> Tensor:
+def read_module(tensors: dict[str, Tensor]) -> Tensor:
     """Return w[n, k] = (c - z) s with the group of k, where stored zeros are one less: float32 [rows,
     columns]."""
+    bits = count_bits(tensors)
     codes = read_bits(tensors["qweight"].numpy(), bits)  # [num_columns, num_rows]
     zeros = read_bits(tensors["qzeros"].numpy().T, bits).T + 1 & (1 << bits) - 1
     group_of = tensors["g_idx"].numpy()
     weights = (codes - zeros[group_of]) * tensors["scales"].numpy().astype(np.float64)[group_of]
     return torch.from_numpy(weights.T.astype(np.float32).copy())
+
+
+def count_bits(tensors: dict[str, Tensor]) -> int:
+    """Return the bits of a module, or of a stack of modules, from its shapes."""
+    return 32 * tensors["qweight"].shape[-2] // tensors["g_idx"].shape[-1]
 
 
 def read_checkpoint(directory: Path) -> dict[str, Tensor]:
@@ -125,17 +172,28 @@ def read_checkpoint(directory: Path) -> dict[str, Tensor]:
         content = load_file(directory / file)
         assert {name for name, at in index.items() if at == file} == content.keys()
         stored |= content
-    bits = int(stored.pop("gptq_bits"))
-    del stored["gptq_groupsize"]
+    described = json.loads((directory / "config.json").read_text())["quantization_config"]
+    assert int(stored.pop("gptq_bits")) == described["bits"]
+    assert int(stored.pop("gptq_groupsize")) == described["group_size"]
     plain = {}
     for module in {name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")}:
         parts = {end: stored.pop(f"{module}.{end}") for end in ("qweight", "qzeros", "scales", "g_idx")}
+        assert count_bits(parts) == find_bits(described, module)
         if parts["qweight"].dim() == 3:
             entries = [{end: part[i] for end, part in parts.items()} for i in range(len(parts["qweight"]))]
-            plain[f"{module}.weight"] = torch.stack([read_module(entry, bits) for entry in entries])
+            plain[f"{module}.weight"] = torch.stack([read_module(entry) for entry in entries])
         else:
-            plain[f"{module}.weight"] = read_module(parts, bits)
+            plain[f"{module}.weight"] = read_module(parts)
     return plain | stored
+
+
+def find_bits(described: dict[str, Any], module: str) -> int:
+    """Return the bits of a module as GPTQModel and vLLM read them: the first expression of `dynamic` that
+    matches the beginning of the name replaces the bits of all."""
+    for pattern, own in described.get("dynamic", {}).items():
+        if re.match(pattern.removeprefix("+:"), module):
+            return int(own["bits"])
+    return int(described["bits"])
 
 
 def write_plain(original: Path, quantized: Path, plain: Path, turns: bool = False) -> None:

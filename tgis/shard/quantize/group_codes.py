@@ -28,23 +28,43 @@ class Grid(NamedTuple):
     def decode(self, codes: Tensor) -> Tensor:
         return (codes - self.zeros) * self.scales
 
+    def with_scales(self, scales: Tensor) -> "Grid":
+        """Return the grid with other scales, rounded as they are stored."""
+        return Grid(scales.half().double().clamp(min=SMALLEST_SCALE), self.zeros, self.largest)
+
 
 def find_grid(weights: Tensor, importance: Tensor, bits: int, sym: bool) -> Grid:
     """Return the grid with the least error of a group's weights, float64 [group_length, num_rows].
 
     The error is the sum of squared differences times `importance`, float64 [group_length]. A search tries
-    grids that span the weights or a part of their range, and for each also the scale that fits its codes
-    best by linear regression."""
-    span = _span(weights, bits, sym)
-    best, least = span, torch.full_like(span.scales, torch.inf)
+    grids that span the weights or a part of their range, then zeros beside that of the best one unless `sym`,
+    and for each also the scale that fits its codes best by linear regression."""
+    search = _Search(weights, importance, _span(weights, bits, sym))
+    span = search.best
     for width in RANGES:
-        tried = _make_grid(span.scales * width, span.zeros, span.largest)
-        for grid in (tried, _fit_scales(tried, weights, importance)):
-            errors = importance @ (weights - grid.decode(grid.encode(weights))).square_()
-            is_better = errors < least
-            least = torch.where(is_better, errors, least)
-            best = best._replace(scales=torch.where(is_better, grid.scales, best.scales))
-    return best
+        search.try_grid(span.with_scales(span.scales * width))
+    for zeros in () if sym else (search.best.zeros - 1, search.best.zeros + 1):
+        search.try_grid(search.best._replace(zeros=zeros.clamp(1, span.largest)))
+    return search.best
+
+
+class _Search:
+    """Search for the grid of least error, by row."""
+
+    def __init__(self, weights: Tensor, importance: Tensor, grid: Grid):
+        self.best = grid
+        self._weights = weights
+        self._importance = importance
+        self._least = torch.full_like(grid.scales, torch.inf)
+
+    def try_grid(self, tried: Grid) -> None:
+        for grid in (tried, _fit_scales(tried, self._weights, self._importance)):
+            errors = self._importance @ (self._weights - grid.decode(grid.encode(self._weights))).square_()
+            is_better = errors < self._least
+            self._least = torch.where(is_better, errors, self._least)
+            scales = torch.where(is_better, grid.scales, self.best.scales)
+            zeros = torch.where(is_better, grid.zeros, self.best.zeros)
+            self.best = Grid(scales, zeros, grid.largest)
 
 
 def _span(weights: Tensor, bits: int, sym: bool) -> Grid:
@@ -53,12 +73,12 @@ def _span(weights: Tensor, bits: int, sym: bool) -> Grid:
     largest = 2**bits - 1
     if sym:
         scales = weights.abs().amax(0) * 2 / largest
-        return _make_grid(scales, torch.full_like(scales, 2 ** (bits - 1)), largest)
+        return Grid(scales, torch.full_like(scales, 2 ** (bits - 1)), largest).with_scales(scales)
     low, high = weights.amin(0).clamp(max=0), weights.amax(0).clamp(min=0)
     scales = (high - low) / largest
     zeros = (-low / scales.clamp(min=SMALLEST_SCALE)).round()
     scales = torch.where(zeros < 1, high / (largest - 1), scales)
-    return _make_grid(scales, zeros.clamp(1, largest), largest)
+    return Grid(scales, zeros.clamp(1, largest), largest).with_scales(scales)
 
 
 def _fit_scales(grid: Grid, weights: Tensor, importance: Tensor) -> Grid:
@@ -66,11 +86,7 @@ def _fit_scales(grid: Grid, weights: Tensor, importance: Tensor) -> Grid:
     steps = grid.encode(weights).sub_(grid.zeros)
     spread = importance @ steps.square()
     shared = importance @ steps.mul_(weights)
-    return _make_grid(torch.where(spread > 0, shared / spread, grid.scales), grid.zeros, grid.largest)
-
-
-def _make_grid(scales: Tensor, zeros: Tensor, largest: int) -> Grid:
-    return Grid(scales.half().double().clamp(min=SMALLEST_SCALE), zeros, largest)
+    return grid.with_scales(torch.where(spread > 0, shared / spread, grid.scales))
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ of. Made before any weights are read."""
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Parts, Product
 from tgis.shard.models import registry
+from tgis.shard.models.sensitive_weights import describe_sensitivity
 from tgis.shard.models.skeleton import META, MetaWeights
 from tgis.shard.models.spec import Spec
 from tgis.shard.models.unread_tensors import refuse_unread
@@ -92,6 +94,7 @@ class QuantizationPlan:
     shapes: Mapping[str, tuple[int, int]]
     modules: Mapping[str, tuple[StoredModule, ...]]
     kept: list[str]  # linear modules that are not quantized
+    sensitive: frozenset[str]  # paths of the matrices that lose most
 
     @property
     def layers(self) -> list[list[str]]:
@@ -107,6 +110,21 @@ class QuantizationPlan:
     def num_weights(self) -> int:
         """Number of weights to quantize."""
         return sum(num_rows * num_columns for num_rows, num_columns in self.shapes.values())
+
+    def describe_sensitive(self) -> list[str]:
+        """Return regular expressions for the beginnings of the names of sensitive modules. One for a whole
+        layer also matches the names that servers give to modules that they merge."""
+        patterns: list[str] = []
+        for paths in self.layers:
+            names = sorted({one.name for path in paths for one in self.modules[path]})
+            own = {one.name for path in self.sensitive.intersection(paths) for one in self.modules[path]}
+            if len(own) == len(names) > 1:
+                parts = zip(*(name.split(".") for name in names), strict=False)
+                common = takewhile(lambda each: len(set(each)) == 1, parts)
+                patterns.append(re.escape("".join(f"{each[0]}." for each in common)))
+            else:
+                patterns += (f"{re.escape(name)}$" for name in sorted(own))
+        return patterns
 
     def open_weights(self) -> Weights:
         return registry.open_weights(self.directory, self.config, self.spec)
@@ -144,15 +162,20 @@ def make_plan(directory: Path, settings: QuantizeSettings) -> QuantizationPlan:
     refuse_unread(directory, weights.list_unread(), config)
     names = frozenset(Checkpoint(directory).list_unread())
     shapes = {path: (len(one.weight), one.weight.shape[1]) for path, one in parts.matrices.items()}
+    rule = describe_sensitivity(spec)
+    sensitive = frozenset(
+        path for path, (count, _) in shapes.items() if not rule.find_rows(path, count).start
+    )
     modules = {}
     for path, shape in shapes.items():
         modules[path] = tuple(_list_modules(weights.trace(path, shape), names, weights.prefix))
         if settings.method == "gptq":
             for module in modules[path]:
-                check_size(module.name, len(module.rows), shape[1], settings.bits)
+                bits = settings.for_matrix(path in sensitive).bits
+                check_size(module.name, len(module.rows), shape[1], bits)
     traced = (weights.trace(path, shape) for path, shape in parts.others.items())
     kept = sorted({one.module for rows in traced for one in rows})
-    return QuantizationPlan(directory, config, spec, shapes, modules, kept)
+    return QuantizationPlan(directory, config, spec, shapes, modules, kept, sensitive)
 
 
 def _list_modules(traced: Sequence[ModuleRows], names: frozenset[str], prefix: str) -> Iterator[StoredModule]:

@@ -68,7 +68,7 @@ def quantize(
     further = iter(quantizer.further_tensors().items())
     rest = (one for part in (read_rest(directory, plan.replaced), further) for one in part)
     target.finish(directory, len(plan.layers), rest)
-    target.write_configs(plan.config, settings.describe(plan.kept))
+    target.write_configs(plan.config, settings.describe(plan.kept, plan.describe_sensitive()))
     lines = [report.table(), quantizer.summary(), f"Saved quantized model to {output}"]
     return "\n".join(line for line in lines if line)
 
@@ -159,7 +159,7 @@ class GptqQuantizer:
                     end: _take(tensors[f"{module.name}.{end}"], module.entry).to(matrix.weight.device)
                     for end in ("qweight", "qzeros", "scales", "g_idx")
                 }
-                matrix.weight[module.rows] = unpack_groups(own, self._settings.bits).dequantize()
+                matrix.weight[module.rows] = unpack_groups(own, self._settings_of(path).bits).dequantize()
         self._steps.advance(block, self._samples)
         self._steps.advance(block, self._held_out)
 
@@ -177,13 +177,14 @@ class GptqQuantizer:
         weight, squares, count = matrix.weight, matrix.squares, matrix.num_inputs
         assert squares is not None
         matrix.squares = None
-        nearest = round_to_nearest(weight, self._settings)
+        settings = self._settings_of(path)
+        nearest = round_to_nearest(weight, settings)
         chosen = nearest
         if count * FEW_INPUTS < weight.shape[1]:
             logger.warning("%s is rounded to nearest: only %d tokens of the text reach it", path, count)
         else:
             try:
-                chosen = gptq.solve(weight, squares * (2 / count), self._settings)
+                chosen = gptq.solve(weight, squares * (2 / count), settings)
             except QuantizeError as error:
                 raise QuantizeError(f"{path}: {error}") from error
         matrix.weight = chosen.dequantize()
@@ -196,7 +197,10 @@ class GptqQuantizer:
     def _pack(self, codes: dict[str, GroupCodes]) -> Iterator[tuple[StoredModule, Tensors]]:
         for path, rounded in codes.items():
             for module in self._plan.modules[path]:
-                yield module, pack_groups(rounded, module.rows, self._settings.bits)
+                yield module, pack_groups(rounded, module.rows, self._settings_of(path).bits)
+
+    def _settings_of(self, path: str) -> QuantizeSettings:
+        return self._settings.for_matrix(path in self._plan.sensitive)
 
 
 def _measure(matrix: Tensor, squares: Tensor) -> float:

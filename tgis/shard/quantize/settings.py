@@ -9,6 +9,7 @@ Method = Literal["gptq", "fp8", "int8"]
 
 SMALL_MODEL = 10**9  # models with fewer weights lose more by quantization, so their groups are smaller
 SMALL_GROUP, LARGE_GROUP = 32, 128
+SENSITIVE_BITS = 8
 
 
 class QuantizeError(OperatorError):
@@ -21,6 +22,7 @@ class QuantizeSettings:
 
     method: Method = "gptq"
     bits: int = 4
+    sensitive_bits: int | None = None  # of matrices that lose most; None: by the model's size
     group_size: int | None = None  # adjacent columns that share a scale; -1: all; None: by the model's size
     act_order: bool = False  # round the columns with the largest inputs first
     sym: bool = False  # the zero is the middle of the codes' range
@@ -30,20 +32,30 @@ class QuantizeSettings:
     seed: int = 0
 
     def for_model(self, num_weights: int) -> Self:
-        """Return the settings with the group size for a model of this number of quantized weights."""
-        if self.group_size is not None:
-            return self
-        return replace(self, group_size=SMALL_GROUP if num_weights < SMALL_MODEL else LARGE_GROUP)
+        """Return the settings with the group size and the bits of sensitive matrices for a model of this
+        number of quantized weights."""
+        is_small = num_weights < SMALL_MODEL
+        group_size = self.group_size or (SMALL_GROUP if is_small else LARGE_GROUP)
+        own = SENSITIVE_BITS if is_small and self.bits == 4 else self.bits
+        return replace(self, group_size=group_size, sensitive_bits=self.sensitive_bits or own)
+
+    def for_matrix(self, is_sensitive: bool) -> Self:
+        """Return the settings with the bits of a matrix."""
+        return replace(self, bits=self.sensitive_bits or self.bits) if is_sensitive else self
 
     def group_length(self, num_columns: int) -> int:
         assert self.group_size is not None, "for_model chooses it"
         return num_columns if self.group_size == -1 else min(self.group_size, num_columns)
 
-    def describe(self, kept: list[str]) -> dict[str, Any]:
-        """Return `quantization_config`. `kept` lists linear modules that are not quantized."""
+    def describe(self, kept: list[str], sensitive: list[str]) -> dict[str, Any]:
+        """Return `quantization_config`. `kept` lists linear modules that are not quantized, `sensitive` has
+        regular expressions for the names of sensitive modules."""
         if self.method != "gptq":
             return _describe_rows(self.method, kept)
+        differs = self.sensitive_bits not in (None, self.bits)
+        dynamic = {f"+:{name}": {"bits": self.sensitive_bits} for name in sensitive} if differs else {}
         return {
+            **({"dynamic": dynamic} if dynamic else {}),
             "quant_method": "gptq",
             "checkpoint_format": "gptq",
             "bits": self.bits,

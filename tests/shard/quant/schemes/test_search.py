@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
+from tgis.shard.quant.importance import choose_importance
 from tgis.shard.quant.schemes.int4 import LAYOUT as INT4
 from tgis.shard.quant.schemes.int4 import SENSITIVE_LAYOUT as SENSITIVE
 from tgis.shard.quant.schemes.portable_rounder import PORTABLE
@@ -71,6 +72,23 @@ def test_errors_count_by_importance() -> None:
     assert float(errors.sum()) <= sum(best) * 1.001
     plain = round_with_offsets(weights, LAYOUT).dequantize().double() - weights.double()
     assert float(errors.sum()) < 0.9 * float((plain.square() * importance).sum())
+
+
+@pytest.mark.parametrize("kind", ["normal", "outliers"])
+def test_products_lose_less_if_the_search_knows_the_inputs(kind: str) -> None:
+    """Products in float64 of inputs whose mean squares differ between columns."""
+    weights = draw(kind)
+    sizes = torch.randn(weights.shape[1]).mul(2).exp2().double()
+    known, others = torch.randn(2, 500, weights.shape[1], dtype=torch.float64) * sizes
+    importance = choose_importance(known.square().mean(0).float())
+    exact = others @ weights.double().T
+
+    def lose(known: Tensor | None) -> float:
+        rounded = PORTABLE.round_with_offsets(weights, INT4, known).dequantize().double()
+        return float((others @ rounded.T - exact).norm())
+
+    assert lose(importance) < 0.85 * lose(None)
+    assert lose(importance) < 0.12 * float(exact.norm())
 
 
 def test_equal_importance_changes_nothing() -> None:
