@@ -128,6 +128,8 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
         return {name: rows + np.float32(1)}
     if architecture == "gpt-oss" and (".experts." in name or name.endswith("sinks")):
         return rearrange_oss(name, rows)
+    if architecture == "falcon-h1":
+        rows = rows * scale_rows(config, name, len(rows)).reshape(-1, *(1 for _ in rows.shape[1:]))
     if ".mamba." in name or "shared_mlp" in name or ".mixer." in name:
         return rearrange_hybrid(config, name, rows)
     if "block_sparse_moe.input_linear" in name:
@@ -137,6 +139,29 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
             f"blk.{layer}.ffn_up_exps.weight": rows[:, half:],
         }
     return {name: rows}
+
+
+def scale_rows(config: dict[str, Any], name: str, height: int) -> Array:
+    """Return the factors of Falcon H1 that are part of a tensor in the file, as float32 [height]."""
+    factors = {
+        "gate_proj": config["mlp_multipliers"][0],
+        "down_proj": config["mlp_multipliers"][1],
+        "q_proj": config["attention_in_multiplier"],
+        "k_proj": config["attention_in_multiplier"] * config["key_multiplier"],
+        "v_proj": config["attention_in_multiplier"],
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    scales = np.full(height, factors.get(module, 1.0), np.float32)
+    if module == "in_proj":
+        group = config["mamba_n_groups"] * config["mamba_d_state"]
+        widths = [config["mamba_d_ssm"]] * 2 + [group] * 2 + [config["mamba_n_heads"]]
+        scales *= np.repeat(np.array(config["ssm_multipliers"], np.float32), widths)
+    return scales
 
 
 def rearrange_oss(name: str, rows: Array) -> dict[str, Array]:
@@ -244,7 +269,9 @@ def add_layers(writer: gguf.GGUFWriter, config: dict[str, Any], usual_width: int
     inner = inner or config.get("ffn_hidden_size") or usual_width
     heads = first(config, "n_head", "num_attention_heads", "n_heads", "num_heads")
     groups = falcon_groups(config) if config["model_type"] == "falcon" else config.get("num_key_value_heads")
-    kinds = config.get("layers_block_type") or (config["layer_types"] if "mamba_n_heads" in config else None)
+    kinds = config.get("layers_block_type")
+    if config["model_type"] == "granitemoehybrid":
+        kinds = config["layer_types"]
     if config["model_type"] == "nemotron_h":
         width = config["moe_intermediate_size"] if "moe" in kinds else inner
         writer.add_feed_forward_length([width if each in ("mlp", "moe") else 0 for each in kinds])
@@ -299,6 +326,12 @@ def add_own(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_ssm_state_size(config["mamba_d_state"])
         writer.add_ssm_group_count(config["mamba_n_groups"])
         writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    if kind == "falcon_h1":
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_d_ssm"])
         writer.add_ssm_time_step_rank(config["mamba_n_heads"])
     if kind in ("mamba2", "nemotron_h"):
         heads = first(config, "mamba_num_heads", "num_heads")

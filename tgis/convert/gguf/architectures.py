@@ -325,6 +325,24 @@ def _read_granite_hybrid(files: GgufFiles) -> Config:
     }
 
 
+def _read_falcon_h1(files: GgufFiles) -> Config:
+    """Return the configuration without factors, which are part of the weights in the file."""
+    metadata, names = files.metadata, files.tensors
+    return {
+        **_read_llama(files),
+        "mamba_d_ssm": metadata.integer(".ssm.inner_size"),
+        "mamba_n_heads": metadata.integer(".ssm.time_step_rank"),
+        "mamba_n_groups": metadata.integer(".ssm.group_count"),
+        "mamba_d_state": metadata.integer(".ssm.state_size"),
+        "mamba_d_conv": metadata.integer(".ssm.conv_kernel"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in names,
+        "mamba_norm_before_gate": False,
+        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in names,
+        "mamba_proj_bias": "blk.0.ssm_in.bias" in names,
+        "projectors_bias": "blk.0.ssm_out.bias" in names,
+    }
+
+
 def _read_mamba2(files: GgufFiles) -> Config:
     metadata = files.metadata
     width, inner = metadata.integer(".embedding_length"), metadata.integer(".ssm.inner_size")
@@ -525,6 +543,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         tensor_names.GRANITE_HYBRID,
         _read_granite_hybrid,
     ),
+    "falcon-h1": Architecture("falcon_h1", "FalconH1ForCausalLM", tensor_names.FALCON_H1, _read_falcon_h1),
     "mamba2": Architecture("mamba2", "Mamba2ForCausalLM", tensor_names.MAMBA2, _read_mamba2),
     "nemotron_h": Architecture(
         "nemotron_h", "NemotronHForCausalLM", tensor_names.NEMOTRON_H, _read_nemotron_h

@@ -291,6 +291,25 @@ GRANITE_HYBRID = TensorNames(
     parameters=_mamba_parameters(_L + "mamba."),
     forms=_MAMBA_FORMS,
 )
+FALCON_H1 = TensorNames(
+    {
+        **_TABLES,
+        "output_norm": "model.final_layernorm",
+        **_mamba_modules(_L + "mamba."),
+        **dict(
+            _layers(
+                _L,
+                **_ATTENTION,
+                attn_norm="input_layernorm",
+                ffn_norm="pre_ff_layernorm",
+                **{f"ffn_{x}": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")},
+            )
+        ),
+    },
+    # llama.cpp's script leaves `.weight` out of this name.
+    parameters={**_mamba_parameters(_L + "mamba."), LAYER + "ffn_norm": _L + "pre_ff_layernorm.weight"},
+    forms=_MAMBA_FORMS,
+)
 _B = "backbone.layers.{i}."
 MAMBA2 = TensorNames(
     {
