@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from tests.support.shard.family_cases.all import CASES as ALL
 from tests.support.shard.family_cases.encoder_decoders import T5
 from tests.support.shard.family_cases.gpts import mpt
+from tests.support.shard.family_cases.hybrids import ATTENTION, EXPERTS, MAMBA, falcon_h1, nemotron_experts
 from tests.support.shard.family_cases.llamas import FULL, SLIDING, YARN_ROPE, gemma2, gemma3, glm4_moe, sizes
 
 Case = tuple[str, Callable[[], PretrainedConfig]]
@@ -68,6 +69,28 @@ CASES: dict[str, Case] = {
     "granitehybrid_experts_rope_biases": (
         "granitehybrid",
         ALL["granitemoehybrid_experts_rope_biases"],
+    ),
+    "falcon_h1": ("falcon-h1", ALL["falcon_h1"]),
+    "falcon_h1_gate_before_norm": (
+        "falcon-h1",
+        lambda: hf.FalconH1Config(
+            **falcon_h1(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2)
+        ),
+    ),
+    "mamba2": ("mamba2", ALL["mamba2"]),
+    "mamba2_tied_biases": ("mamba2", ALL["mamba2_tied_biases"]),
+    "nemotron_h": ("nemotron_h", ALL["nemotron_h"]),
+    "nemotron_h_moe": (
+        "nemotron_h_moe",
+        lambda: hf.NemotronHConfig(**nemotron_experts([EXPERTS, MAMBA, ATTENTION, EXPERTS])),
+    ),
+    "nemotron_h_moe_latents": (
+        "nemotron_h_moe",
+        lambda: hf.NemotronHConfig(
+            **nemotron_experts(
+                [MAMBA, EXPERTS, ATTENTION], n_groups=1, moe_latent_size=32, norm_topk_prob=False
+            )
+        ),
     ),
     "olmo2": ("olmo2", ALL["olmo2"]),
     "olmo3": ("olmo2", ALL["olmo3"]),

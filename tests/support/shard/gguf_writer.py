@@ -41,6 +41,8 @@ def write_gguf(
     """Write the file. `plain` is the type of all matrices, if they are not to be rounded to codes of several
     types; `kinds` has the types of some matrices by name."""
     config = json.loads((directory / "config.json").read_text())
+    if "layers_block_type" in config:
+        config["num_hidden_layers"] = len(config["layers_block_type"])
     writer = gguf.GGUFWriter(file, architecture)
     add_metadata(writer, config)
     add_tokens(writer, config["vocab_size"])
@@ -106,6 +108,8 @@ def rename(architecture: str, config: dict[str, Any], name: str) -> str:
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], count)
     name = name.removeprefix("transformer.") if architecture == "bloom" else name
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    if architecture == "nemotron_h_moe" and ".experts." in name:
+        name = name.replace("backbone", "model").replace("mixer", "mlp")
     result = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert result is not None, name
     return result
@@ -124,7 +128,9 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
         return {name: rows + np.float32(1)}
     if architecture == "gpt-oss" and (".experts." in name or name.endswith("sinks")):
         return rearrange_oss(name, rows)
-    if ".mamba." in name or "shared_mlp" in name:
+    if architecture == "falcon-h1":
+        rows = rows * scale_rows(config, name, len(rows)).reshape(-1, *(1 for _ in rows.shape[1:]))
+    if ".mamba." in name or "shared_mlp" in name or ".mixer." in name:
         return rearrange_hybrid(config, name, rows)
     if "block_sparse_moe.input_linear" in name:
         layer, half = name.split(".")[2], rows.shape[1] // 2
@@ -133,6 +139,29 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
             f"blk.{layer}.ffn_up_exps.weight": rows[:, half:],
         }
     return {name: rows}
+
+
+def scale_rows(config: dict[str, Any], name: str, height: int) -> Array:
+    """Return the factors of Falcon H1 that are part of a tensor in the file, as float32 [height]."""
+    factors = {
+        "gate_proj": config["mlp_multipliers"][0],
+        "down_proj": config["mlp_multipliers"][1],
+        "q_proj": config["attention_in_multiplier"],
+        "k_proj": config["attention_in_multiplier"] * config["key_multiplier"],
+        "v_proj": config["attention_in_multiplier"],
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    scales = np.full(height, factors.get(module, 1.0), np.float32)
+    if module == "in_proj":
+        group = config["mamba_n_groups"] * config["mamba_d_state"]
+        widths = [config["mamba_d_ssm"]] * 2 + [group] * 2 + [config["mamba_n_heads"]]
+        scales *= np.repeat(np.array(config["ssm_multipliers"], np.float32), widths)
+    return scales
 
 
 def rearrange_oss(name: str, rows: Array) -> dict[str, Array]:
@@ -161,7 +190,7 @@ def rearrange_hybrid(config: dict[str, Any], name: str, rows: Array) -> dict[str
     if name.endswith("dt_bias"):
         return {name.replace("dt_bias", "dt_proj.bias"): rows}
     if name.endswith("norm.weight"):
-        return {name: rows.reshape(config["mamba_n_groups"], -1)}
+        return {name: rows.reshape(first(config, "mamba_n_groups", "n_groups"), -1)}
     return {name: rows.squeeze(1) if name.endswith("conv1d.weight") else rows}
 
 
@@ -213,7 +242,8 @@ def add_tokens(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    heads = first(config, "n_head", "num_attention_heads", "n_heads", "num_heads")
+    kind = config["model_type"]
+    heads = 0 if kind == "mamba2" else first(config, "n_head", "num_attention_heads", "n_heads", "num_heads")
     width = first(config, "hidden_size", "n_embd", "d_model")
     writer.add_context_length(
         first({**config, "none": 512}, "max_position_embeddings", "n_positions", "none")
@@ -221,24 +251,36 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_embedding_length(width)
     count = first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     writer.add_block_count(count + config.get("num_nextn_predict_layers", 0))
-    inner = config.get("intermediate_size") or config.get("d_ff") or config.get("n_inner")
-    writer.add_feed_forward_length(inner or config.get("ffn_hidden_size") or 4 * width)
     writer.add_head_count(heads)
-    groups = falcon_groups(config) if config["model_type"] == "falcon" else config.get("num_key_value_heads")
-    if "mamba_n_heads" in config:
-        kinds = config["layer_types"]
-        writer.add_head_count_kv(
-            [groups if "attention" in kind and "linear" not in kind else 0 for kind in kinds]
-        )
-    else:
-        writer.add_head_count_kv(groups or heads)
     writer.add_vocab_size(config["vocab_size"])
-    if config.get("head_dim"):
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
+    if kind != "mamba2":
+        add_layers(writer, config, 4 * width)
+        if config.get("head_dim"):
+            writer.add_key_length(config["head_dim"])
+            writer.add_value_length(config["head_dim"])
+        add_rope(writer, config, first({**config, "none": width // heads}, "head_dim", "none"))
     add_numbers(writer, config)
-    add_rope(writer, config, first({**config, "none": width // heads}, "head_dim", "none"))
     add_own(writer, config)
+
+
+def add_layers(writer: gguf.GGUFWriter, config: dict[str, Any], usual_width: int) -> None:
+    """Add the widths and the heads of layers."""
+    inner = config.get("intermediate_size") or config.get("d_ff") or config.get("n_inner")
+    inner = inner or config.get("ffn_hidden_size") or usual_width
+    heads = first(config, "n_head", "num_attention_heads", "n_heads", "num_heads")
+    groups = falcon_groups(config) if config["model_type"] == "falcon" else config.get("num_key_value_heads")
+    kinds = config.get("layers_block_type")
+    if config["model_type"] == "granitemoehybrid":
+        kinds = config["layer_types"]
+    if config["model_type"] == "nemotron_h":
+        width = config["moe_intermediate_size"] if "moe" in kinds else inner
+        writer.add_feed_forward_length([width if each in ("mlp", "moe") else 0 for each in kinds])
+    else:
+        writer.add_feed_forward_length(inner)
+    if kinds is None:
+        writer.add_head_count_kv(groups or heads)
+    else:
+        writer.add_head_count_kv([groups if each in ("attention", "full_attention") else 0 for each in kinds])
 
 
 def add_numbers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -285,6 +327,25 @@ def add_own(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_ssm_group_count(config["mamba_n_groups"])
         writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
         writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    if kind == "falcon_h1":
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_d_ssm"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    if kind in ("mamba2", "nemotron_h"):
+        heads = first(config, "mamba_num_heads", "num_heads")
+        writer.add_ssm_conv_kernel(config["conv_kernel"])
+        writer.add_ssm_state_size(first(config, "ssm_state_size", "state_size"))
+        writer.add_ssm_group_count(config["n_groups"])
+        writer.add_ssm_inner_size(heads * (config.get("mamba_head_dim") or config["head_dim"]))
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    if kind == "nemotron_h" and "moe" in config["layers_block_type"]:
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        if config.get("moe_latent_size"):
+            writer.add_moe_latent_size(config["moe_latent_size"])
     if kind == "glm4_moe":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)

@@ -19,6 +19,7 @@ GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 GEMMA3_PERIOD, GEMMA3_LOCAL_THETA = 6, 10000.0
 # Properties of models that their metadata do not have.
 SMOLLM3_INTERVAL, OLMO3_PERIOD, OSS_PERIOD = 4, 4, 2
+NEMOTRON_EXPERTS = "nemotron_h_moe"
 SIGMOID = 2  # llama.cpp's number of this function of a router
 DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
@@ -324,6 +325,86 @@ def _read_granite_hybrid(files: GgufFiles) -> Config:
     }
 
 
+def _read_falcon_h1(files: GgufFiles) -> Config:
+    """Return the configuration without factors, which are part of the weights in the file."""
+    metadata, names = files.metadata, files.tensors
+    return {
+        **_read_llama(files),
+        "mamba_d_ssm": metadata.integer(".ssm.inner_size"),
+        "mamba_n_heads": metadata.integer(".ssm.time_step_rank"),
+        "mamba_n_groups": metadata.integer(".ssm.group_count"),
+        "mamba_d_state": metadata.integer(".ssm.state_size"),
+        "mamba_d_conv": metadata.integer(".ssm.conv_kernel"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in names,
+        "mamba_norm_before_gate": False,
+        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in names,
+        "mamba_proj_bias": "blk.0.ssm_in.bias" in names,
+        "projectors_bias": "blk.0.ssm_out.bias" in names,
+    }
+
+
+def _read_mamba2(files: GgufFiles) -> Config:
+    metadata = files.metadata
+    width, inner = metadata.integer(".embedding_length"), metadata.integer(".ssm.inner_size")
+    num_heads = metadata.integer(".ssm.time_step_rank")
+    if not width or not num_heads or inner % width or inner % num_heads:
+        raise metadata.refuse(".ssm.inner_size", f"is {inner}, no multiple of {width} and {num_heads}")
+    return {
+        "num_hidden_layers": tensor_names.count_layers(files),
+        "hidden_size": width,
+        "layer_norm_epsilon": metadata.number(".attention.layer_norm_rms_epsilon", 1e-5),
+        "expand": inner // width,
+        "num_heads": num_heads,
+        "head_dim": inner // num_heads,
+        "n_groups": metadata.integer(".ssm.group_count", 1),
+        "state_size": metadata.integer(".ssm.state_size"),
+        "conv_kernel": metadata.integer(".ssm.conv_kernel"),
+        "use_bias": any(name.endswith("ssm_in.bias") for name in files.tensors),
+        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in files.tensors),
+    }
+
+
+def _read_nemotron_h(files: GgufFiles) -> Config:
+    metadata, mamba = files.metadata, _read_mamba2(files)
+    groups, has_experts = tensor_names.list_groups(files), metadata.architecture == NEMOTRON_EXPERTS
+    widths = metadata.layer_integers(".feed_forward_length", len(groups))
+    feed_forward = "moe" if has_experts else "mlp"
+    return {
+        **mamba,
+        **(_read_nemotron_experts(files) if has_experts else {}),
+        "mamba_num_heads": mamba["num_heads"],
+        "mamba_head_dim": mamba["head_dim"],
+        "ssm_state_size": mamba["state_size"],
+        "layers_block_type": [
+            "full_attention" if count else feed_forward if width else "linear_attention"
+            for count, width in zip(groups, widths, strict=True)
+        ],
+        "num_attention_heads": metadata.integer(".attention.head_count"),
+        "num_key_value_heads": max(groups, default=0) or None,
+        "head_dim": metadata.integer(".attention.key_length", _head_dim(files)),
+        "intermediate_size": max(widths, default=0) or None,
+        "max_position_embeddings": metadata.integer(".context_length"),
+        "mlp_hidden_act": "relu2",
+        "mlp_bias": any(name.endswith("ffn_up.bias") for name in files.tensors),
+    }
+
+
+def _read_nemotron_experts(files: GgufFiles) -> Config:
+    metadata = files.metadata
+    latent_size = metadata.integer(".moe_latent_size", 0)
+    return {
+        "n_routed_experts": metadata.integer(".expert_count"),
+        "num_experts_per_tok": metadata.integer(".expert_used_count"),
+        "moe_intermediate_size": metadata.integer(".expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": metadata.integer(".expert_shared_feed_forward_length"),
+        "moe_latent_size": latent_size or None,
+        "norm_topk_prob": metadata.flag(".expert_weights_norm", True),
+        "routed_scaling_factor": metadata.number(".expert_weights_scale", 1.0),
+        "n_group": metadata.integer(".expert_group_count", 1),
+        "topk_group": metadata.integer(".expert_group_used_count", 1),
+    }
+
+
 def _read_starcoder2(files: GgufFiles) -> Config:
     config = _read_llama(files)
     window = files.metadata.integer(".attention.sliding_window", 0)
@@ -461,6 +542,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "GraniteMoeHybridForCausalLM",
         tensor_names.GRANITE_HYBRID,
         _read_granite_hybrid,
+    ),
+    "falcon-h1": Architecture("falcon_h1", "FalconH1ForCausalLM", tensor_names.FALCON_H1, _read_falcon_h1),
+    "mamba2": Architecture("mamba2", "Mamba2ForCausalLM", tensor_names.MAMBA2, _read_mamba2),
+    "nemotron_h": Architecture(
+        "nemotron_h", "NemotronHForCausalLM", tensor_names.NEMOTRON_H, _read_nemotron_h
+    ),
+    NEMOTRON_EXPERTS: Architecture(
+        "nemotron_h", "NemotronHForCausalLM", tensor_names.NEMOTRON_H, _read_nemotron_h
     ),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", tensor_names.OLMO2, _read_llama),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", tensor_names.LLAMA, _read_smollm3),

@@ -156,7 +156,7 @@ def _make_source(files: GgufFiles, names: TensorNames, key: str, name: str) -> G
 
 def count_groups(files: GgufFiles, num_heads: int) -> int:
     """Return the number of key heads of layers with attention."""
-    if ".ssm.state_size" in files.metadata:
+    if ".ssm.state_size" in files.metadata and ".attention.head_count_kv" in files.metadata:
         return max(list_groups(files), default=0)
     return files.metadata.integer(".attention.head_count_kv", num_heads)
 
@@ -261,30 +261,90 @@ _shared_mlp = {
     "up": "shared_mlp.input_linear",
     "down": "shared_mlp.output_linear",
 }
+_MAMBA_FORMS = {
+    LAYER + "ssm_a": StoredForm.DECAY,
+    LAYER + "ssm_d": StoredForm.VECTOR_IN_ROWS,
+    LAYER + "ssm_norm.weight": StoredForm.VECTOR_IN_ROWS,
+    LAYER + "ssm_conv1d.weight": StoredForm.KERNEL,
+}
+
+
+def _mamba_modules(mixer: str) -> dict[str, str]:
+    """Return the modules of a Mamba layer. `mixer` begins the names in the checkpoint."""
+    modules = {"in": "in_proj", "conv1d": "conv1d", "norm": "norm", "out": "out_proj"}
+    return {f"{LAYER}ssm_{theirs}": mixer + ours for theirs, ours in modules.items()}
+
+
+def _mamba_parameters(mixer: str) -> dict[str, str]:
+    vectors = {"a": "A_log", "d": "D", "dt.bias": "dt_bias"}
+    return {f"{LAYER}ssm_{theirs}": mixer + ours for theirs, ours in vectors.items()}
+
+
 GRANITE_HYBRID = TensorNames(
-    {**GRANITE_MOE.modules}
+    {**GRANITE_MOE.modules, **_mamba_modules(_L + "mamba.")}
     | dict(
         _layers(
-            _L,
-            ssm_in="mamba.in_proj",
-            ssm_conv1d="mamba.conv1d",
-            ssm_norm="mamba.norm",
-            ssm_out="mamba.out_proj",
-            **{f"ffn_{x}{end}": module for x, module in _shared_mlp.items() for end in ("", "_shexp")},
+            _L, **{f"ffn_{x}{end}": module for x, module in _shared_mlp.items() for end in ("", "_shexp")}
         )
     ),
     _PAIRS,
-    parameters={
-        LAYER + "ssm_a": _L + "mamba.A_log",
-        LAYER + "ssm_d": _L + "mamba.D",
-        LAYER + "ssm_dt.bias": _L + "mamba.dt_bias",
+    parameters=_mamba_parameters(_L + "mamba."),
+    forms=_MAMBA_FORMS,
+)
+FALCON_H1 = TensorNames(
+    {
+        **_TABLES,
+        "output_norm": "model.final_layernorm",
+        **_mamba_modules(_L + "mamba."),
+        **dict(
+            _layers(
+                _L,
+                **_ATTENTION,
+                attn_norm="input_layernorm",
+                ffn_norm="pre_ff_layernorm",
+                **{f"ffn_{x}": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")},
+            )
+        ),
     },
-    forms={
-        LAYER + "ssm_a": StoredForm.DECAY,
-        LAYER + "ssm_d": StoredForm.VECTOR_IN_ROWS,
-        LAYER + "ssm_norm.weight": StoredForm.VECTOR_IN_ROWS,
-        LAYER + "ssm_conv1d.weight": StoredForm.KERNEL,
+    # llama.cpp's script leaves `.weight` out of this name.
+    parameters={**_mamba_parameters(_L + "mamba."), LAYER + "ffn_norm": _L + "pre_ff_layernorm.weight"},
+    forms=_MAMBA_FORMS,
+)
+_B = "backbone.layers.{i}."
+MAMBA2 = TensorNames(
+    {
+        "token_embd": "backbone.embeddings",
+        "output_norm": "backbone.norm_f",
+        "output": "lm_head",
+        LAYER + "attn_norm": _B + "norm",
+        **_mamba_modules(_B + "mixer."),
     },
+    parameters=_mamba_parameters(_B + "mixer."),
+    forms=_MAMBA_FORMS,
+)
+# Queries and keys of all heads are in one other order, which has no effect without a rotary embedding.
+NEMOTRON_H = TensorNames(
+    {
+        **MAMBA2.modules,
+        **dict(
+            _layers(
+                _B + "mixer.",
+                **{f"attn_{x}": f"{x}_proj" for x in "qkv"},
+                attn_output="o_proj",
+                ffn_up="up_proj",
+                ffn_down="down_proj",
+                ffn_gate_inp="gate",
+                ffn_up_exps="experts.{e}.up_proj",
+                ffn_down_exps="experts.{e}.down_proj",
+                ffn_up_shexp="shared_experts.up_proj",
+                ffn_down_shexp="shared_experts.down_proj",
+                ffn_latent_down="fc1_latent_proj",
+                ffn_latent_up="fc2_latent_proj",
+            )
+        ),
+    },
+    parameters={**MAMBA2.parameters, LAYER + "exp_probs_b.bias": _B + "mixer.gate.e_score_correction_bias"},
+    forms=_MAMBA_FORMS,
 )
 _oss_experts = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 _oss_ends = {"weight": "", "bias": "_bias"}
