@@ -1,6 +1,6 @@
-"""Runs a local task of `lm-eval` in an environment that has it. Arguments: the URL of completions, the name
-of the model, the directory of its tokenizer, the directory of the task, the name of the task, the file for
-the scores."""
+"""Runs a local task of `lm-eval` in an environment that has it. Arguments: the URL of completions, the
+directory of the tokenizer, the directory of the task, the name of the task and of the model, the file for the
+scores."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from lm_eval.tasks import TaskManager
 
 
 def main() -> None:
-    url, model, tokenizer, directory, task, output = sys.argv[1:]
+    url, tokenizer, directory, task, output = sys.argv[1:]
     results = lm_eval.simple_evaluate(
         model="local-completions",
         model_args={
-            "model": model,
+            "model": task,
             "base_url": url,
             "tokenizer": tokenizer,
             "tokenizer_backend": "huggingface",

@@ -76,15 +76,14 @@ def measure(subject: Subject, variant: Variant, python: Path) -> WordScores:
     path = directory / f"{variant.name}.json"
     if not path.is_file():
         write_task(directory)
-        flags = [*OPTIONS, *variant.flags, "--http-api", "openai"]
-        model = subject.make(variant).absolute()
-        with launch(model, path.with_suffix(".log"), flags) as (_, command):
+        flags = [*OPTIONS, *variant.flags, "--http-api", "openai", "--served-model-name", TASK]
+        with launch(subject.make(variant), path.with_suffix(".log"), flags) as (_, command):
             url = f"http://127.0.0.1:{command[command.index('--port') + 1]}/v1/completions"
-            names = [url, model, subject.make_wide(), directory, TASK, path]
+            names = [url, subject.make_wide(), directory, TASK, path]
             client = [str(each) for each in (python, CLIENT, *names)]
             done = subprocess.run(client, capture_output=True, text=True)
         if done.returncode:
-            raise BenchError(f"lm-eval failed: {done.stderr[-2000:]}")
+            raise BenchError(f"lm-eval failed: {done.stderr.strip().splitlines()[-1]}")
     return WordScores(**json.loads(path.read_text()))
 
 

@@ -216,8 +216,8 @@ def convert_to_onnx(
 @click.option(
     "--sensitive-bits",
     type=click.Choice(["2", "3", "4", "8"]),
-    help="GPTQ: bits per weight of the last layer and of some down projections; unset: 8 if --bits is 4 and "
-    "the model has less than 1 billion weights, else --bits.",
+    help="GPTQ: bits per weight of the last layer and of queries, keys and values; unset: 8 if --bits is 4 "
+    "and the model has less than 1 billion weights, else --bits.",
 )
 @click.option(
     "--groupsize",

@@ -27,3 +27,10 @@ def test_some_down_projections_are_sensitive() -> None:
 
 def test_others_are_not() -> None:
     assert RULE.find_rows("head", 99) == slice(99, 99)
+
+
+def test_whole_matrices_with_values_and_the_last_layer() -> None:
+    whole = ("blocks.0.attention.qkv", "blocks.7.attention.latents", "blocks.31.mlp.up", "blocks.31.mlp.down")
+    assert all(RULE.has_values_or_ends(path, 1024) for path in whole)
+    others = ("blocks.0.mlp.down", "blocks.3.attention.out", "blocks.30.mlp.up", "head")
+    assert not any(RULE.has_values_or_ends(path, 1024) for path in others)

@@ -424,6 +424,7 @@ def test_other_settings_do_not_resume(tmp_path: Path) -> None:
         "bits": 4,
         "sensitive_bits": 8,
         "group_size": 16,
+        "sensitive_group_size": 16,
         "act_order": False,
         "sym": False,
     }
@@ -505,13 +506,11 @@ def test_sensitive_matrices_of_small_models_have_eight_bits(tmp_path: Path) -> N
     quantize(model, output, replace(LITTLE, samples=1), text)
     described = json.loads((output / "config.json").read_text())["quantization_config"]
     assert described["bits"] == 4
-    layer = "model.layers.{}."
-    eight = [f"{layer.format(i)}mlp.down_proj" for i in (0, 3, 6)]
-    eight += [
-        layer.format(7) + name for name in ("self_attn.qkv_proj", "self_attn.v_proj", "mlp.gate_up_proj")
-    ]
-    four = [layer.format(i) + name for i in (0, 70) for name in ("self_attn.qkv_proj", "mlp.up_proj")]
-    four += [f"{layer.format(1)}mlp.down_proj", "lm_head"]
+    values = [f"self_attn.{name}_proj" for name in ("q", "k", "v", "qkv")]
+    others = ["self_attn.o_proj", "mlp.gate_up_proj", "mlp.gate_proj", "mlp.down_proj"]
+    eight = [f"model.layers.{i}.{name}" for i in (0, 6, 7) for name in values]
+    eight += [f"model.layers.7.{name}" for name in others]
+    four = ["lm_head", *(f"model.layers.{i}.{name}" for i in (0, 6, 70) for name in others)]
     assert {name: gptq_oracle.find_bits(described, name) for name in eight + four} == {
         **dict.fromkeys(eight, 8),
         **dict.fromkeys(four, 4),
@@ -522,15 +521,28 @@ def test_sensitive_matrices_of_small_models_have_eight_bits(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("bits", "sensitive", "num_weights", "expected"),
-    [(4, None, 10**9 - 1, 8), (4, None, 10**9, 4), (3, None, 10, 3), (4, 4, 10, 4), (2, 4, 10**9, 4)],
+    ("options", "num_weights", "widths", "expected"),
+    [
+        ({}, 10**9 - 1, [576, 1536], (8, 64)),
+        ({}, 10, [640, 2048], (8, 128)),
+        ({}, 10, [96, 64], (8, 32)),
+        ({}, 10, [], (8, 32)),
+        ({"group_size": 16}, 10, [640], (8, 16)),
+        ({}, 10**9, [640], (4, 128)),
+        ({"bits": 3}, 10, [640], (3, 32)),
+        ({"sensitive_bits": 4}, 10, [640], (4, 32)),
+        ({"bits": 2, "sensitive_bits": 4}, 10**9, [640], (4, 128)),
+    ],
 )
 def test_bits_of_sensitive_matrices(
-    bits: int, sensitive: int | None, num_weights: int, expected: int
+    options: dict[str, Any], num_weights: int, widths: list[int], expected: tuple[int, int]
 ) -> None:
-    settings = QuantizeSettings(bits=bits, sensitive_bits=sensitive).for_model(num_weights)
-    assert (settings.for_matrix(True).bits, settings.for_matrix(False).bits) == (expected, bits)
-    assert ("dynamic" in settings.describe([], ["x"])) == (bits != expected)
+    settings = QuantizeSettings(**options).for_model(num_weights, widths)
+    own, other = settings.for_matrix(True), settings.for_matrix(False)
+    assert (own.bits, own.group_size) == expected
+    assert other.bits == options.get("bits", 4)
+    differs = expected != (other.bits, other.group_size)
+    assert ("dynamic" in settings.describe([], ["x"])) == differs
 
 
 def test_an_encoder_decoder_needs_another_method(tmp_path: Path) -> None:

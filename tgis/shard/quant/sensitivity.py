@@ -30,6 +30,14 @@ class Sensitivity:
         count = {"qkv": own, "latents": own, "kv": num_rows // 2}.get(module, 0)
         return slice(num_rows - count, num_rows)
 
+    def has_values_or_ends(self, path: str, num_rows: int) -> bool:
+        """Return True for matrices with rows of values, and for those of the last layer. In checkpoints, a
+        matrix has one type, also if servers merge it from queries, keys and values."""
+        match = _LAYER.search(path)
+        if match is not None and int(match[1]) == self.num_layers - 1:
+            return True
+        return not path.endswith(".down") and self.find_rows(path, num_rows).start < num_rows
+
     def _is_sensitive_down(self, layer: int) -> bool:
         eighth = self.num_layers // 8
         is_outer = layer < eighth or layer >= self.num_layers - eighth

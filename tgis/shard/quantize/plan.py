@@ -32,6 +32,8 @@ from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 
 ALONE = ProcessGroup(0, 1)
 _LAYER = re.compile(r"((?:\w+\.)?blocks\.\d+)\.")
+_LAYER_NUMBER = re.compile(r"\\\.\d+\\\.")  # in an escaped name
+_QUERIES, _MERGED = r"\.q_proj", r"\.(q|qkv)_proj"  # of queries alone, and also of keys and values
 
 
 class LinearMatrix:
@@ -111,20 +113,34 @@ class QuantizationPlan:
         """Number of weights to quantize."""
         return sum(num_rows * num_columns for num_rows, num_columns in self.shapes.values())
 
+    def fit_settings(self, settings: QuantizeSettings) -> QuantizeSettings:
+        """Return the settings with what depends on the model."""
+        return settings.for_model(self.num_weights, [self.shapes[path][1] for path in self.sensitive])
+
+    def check_sizes(self, settings: QuantizeSettings) -> None:
+        """Raise QuantizeError unless GPTQ's format can hold every module."""
+        fitted = self.fit_settings(settings)
+        for path, modules in self.modules.items():
+            bits = fitted.for_matrix(path in self.sensitive).bits
+            for module in modules:
+                check_size(module.name, len(module.rows), self.shapes[path][1], bits)
+
     def describe_sensitive(self) -> list[str]:
-        """Return regular expressions for the beginnings of the names of sensitive modules. One for a whole
-        layer also matches the names that servers give to modules that they merge."""
-        patterns: list[str] = []
+        """Return regular expressions for the beginnings of the names of sensitive modules, also of the names
+        that servers give to modules that they merge."""
+        patterns = dict[str, None]()
         for paths in self.layers:
             names = sorted({one.name for path in paths for one in self.modules[path]})
             own = {one.name for path in self.sensitive.intersection(paths) for one in self.modules[path]}
             if len(own) == len(names) > 1:
                 parts = zip(*(name.split(".") for name in names), strict=False)
                 common = takewhile(lambda each: len(set(each)) == 1, parts)
-                patterns.append(re.escape("".join(f"{each[0]}." for each in common)))
-            else:
-                patterns += (f"{re.escape(name)}$" for name in sorted(own))
-        return patterns
+                patterns[re.escape("".join(f"{each[0]}." for each in common))] = None
+                continue
+            for name in sorted(own):
+                spelled = _LAYER_NUMBER.sub(r"\\.\\d+\\.", re.escape(name), count=1)
+                patterns[f"{spelled.replace(_QUERIES, _MERGED)}$"] = None
+        return list(patterns)
 
     def open_weights(self) -> Weights:
         return registry.open_weights(self.directory, self.config, self.spec)
@@ -163,19 +179,17 @@ def make_plan(directory: Path, settings: QuantizeSettings) -> QuantizationPlan:
     names = frozenset(Checkpoint(directory).list_unread())
     shapes = {path: (len(one.weight), one.weight.shape[1]) for path, one in parts.matrices.items()}
     rule = describe_sensitivity(spec)
-    sensitive = frozenset(
-        path for path, (count, _) in shapes.items() if not rule.find_rows(path, count).start
-    )
-    modules = {}
-    for path, shape in shapes.items():
-        modules[path] = tuple(_list_modules(weights.trace(path, shape), names, weights.prefix))
-        if settings.method == "gptq":
-            for module in modules[path]:
-                bits = settings.for_matrix(path in sensitive).bits
-                check_size(module.name, len(module.rows), shape[1], bits)
+    sensitive = frozenset(path for path, shape in shapes.items() if rule.has_values_or_ends(path, shape[0]))
+    modules = {
+        path: tuple(_list_modules(weights.trace(path, shape), names, weights.prefix))
+        for path, shape in shapes.items()
+    }
     traced = (weights.trace(path, shape) for path, shape in parts.others.items())
     kept = sorted({one.module for rows in traced for one in rows})
-    return QuantizationPlan(directory, config, spec, shapes, modules, kept, sensitive)
+    plan = QuantizationPlan(directory, config, spec, shapes, modules, kept, sensitive)
+    if settings.method == "gptq":
+        plan.check_sizes(settings)
+    return plan
 
 
 def _list_modules(traced: Sequence[ModuleRows], names: frozenset[str], prefix: str) -> Iterator[StoredModule]:

@@ -49,7 +49,7 @@ def quantize(
 
     Raises QuantizeError, UnsupportedModelError, WeightsError and ModelNotFoundError."""
     plan = make_plan(directory, settings)
-    settings = settings.for_model(plan.num_weights)
+    settings = plan.fit_settings(settings)
     facts = {**asdict(settings), "model": model_files.fingerprint(directory)}
     quantizer: Quantizer
     if settings.method == "gptq":
