@@ -90,8 +90,11 @@ def _read(path: str) -> _TokenFile:
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"the file of bearer tokens {path} cannot be read") from error
     content = _TokenFile({}, {})
-    for number, words in enumerate(map(WORD.findall, lines), 1):
-        _read_line(words, f"line {number} of the file of bearer tokens {path}", content)
+    for number, line in enumerate(lines, 1):
+        place = f"line {number} of the file of bearer tokens {path}"
+        if "\0" in line:
+            raise StartupError(f"{place} contains U+0000")
+        _read_line(WORD.findall(line), place, content)
     if not content.holders:
         raise StartupError(f"the file of bearer tokens {path} has no token")
     return content

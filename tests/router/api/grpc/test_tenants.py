@@ -218,6 +218,7 @@ TWICE = "has a token that another line gives to another tenant or to an operator
         ("limits acme tokens-per-minute=1.5\n", 1, LIMITS),
         ("limits acme tokens-per-minute=1 tokens-per-minute=1\n", 1, LIMITS),
         ("limits a priority-floor=1\nlimits a priority-floor=1\n", 2, LIMITS),
+        ("t1\n\0\0", 2, "contains U+0000"),  # what a loss of power leaves of some files
     ],
 )
 def test_a_line_that_is_neither_form_is_refused_by_its_number(
