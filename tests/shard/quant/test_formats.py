@@ -156,6 +156,10 @@ def test_only_weights_read_weights() -> None:
         "models/parts/delta_net.py": {"conv.weight", "norm.weight"},
         "models/parts/mamba.py": {"conv.weight", "norm.weight"},
         "models/parts/routing.py": {".weight"},
+        # Whether a head has copies of the model's embedding and scores, which are read as matrices.
+        "speculators/draft_head.py": {"embed.weight"},
+        "speculators/eagle.py": {"fc.weight", "head.weight"},
+        "speculators/mtp.py": {".weight"},
         "speculators/medusa.py": {"heads.0.score.weight"},
         "speculators/mlp.py": {".ln.weight"},
         "adapters/lora_mapping.py": {"lora_A.weight", "lora_B.weight"},  # of adapters' files
