@@ -16,7 +16,14 @@ from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import configure
 from tests.support.shard.family_cases.llamas import CASES, delta_net
 from tests.support.shard.family_oracle import describe, load_model
-from tests.support.shard.scheduled import Service, compute_alone, draw_ids, greedy, results
+from tests.support.shard.scheduled import (
+    Service,
+    check_graphs_of_steps,
+    compute_alone,
+    draw_ids,
+    greedy,
+    results,
+)
 from tests.support.shard.smoothed import compute
 from tests.support.shard.stepping import ALONE, read_config
 from tgis.shard.models.interface import UnsupportedModelError
@@ -83,15 +90,7 @@ def test_results_never_depend_on_scheduling(runner: ModelRunner, seed: int) -> N
 
 
 def test_small_steps_are_replayed_as_kernel_graphs(runner: ModelRunner) -> None:
-    """A captured step must read the slots of each later step."""
-    prompts = [draw_ids(i, 6 + i) for i in range(3)]
-    expected = [compute_alone(runner, prompt, 9) for prompt in prompts]
-    runner.reset()
-    service = Service(runner, 60, 8, INTERVAL, seed=3)
-    sequences = [greedy(prompt, 9) for prompt in prompts]
-    service.run(sequences)
-    assert results(service, sequences) == expected
-    assert runner.forward.find_graph(3) is not None  # type: ignore[attr-defined]
+    check_graphs_of_steps(runner, INTERVAL)
 
 
 def test_memory_holds_states_of_queries_keys_and_values(runner: ModelRunner) -> None:

@@ -18,7 +18,7 @@ from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import Copies, serve
 from tests.support.shard.scheduled import Service, draw_ids, greedy
 from tests.support.shard.speculator_scene import Base, Recorder, check_outputs, make_requests, write_base
-from tests.support.shard.speculators import Heads
+from tests.support.shard.speculators import Heads, add_nan, remove, set_config, spoil
 from tests.support.shard.tuned import Tuned
 from tgis.prompts.lora_files import read_adapter_files
 from tgis.shard.runner.model_runner import HostModelRunner
@@ -137,26 +137,6 @@ def test_wrong_proposals_change_nothing(base: Base, states: States, tmp_path: Pa
     heads, _ = make("eagle3", base, states)
     heads.tensors["lm_head.weight"].neg_()
     assert check_outputs(load_runner(base, heads.write(tmp_path)), base).num_right < 5
-
-
-def set_config(**values: Any) -> Callable[[Heads], None]:
-    return lambda heads: heads.config.update(values)
-
-
-def spoil(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Heads], None]:
-    return lambda heads: heads.tensors.update({name: change(heads.tensors[name].clone())})
-
-
-def remove(name: str) -> Callable[[Heads], None]:
-    def change(heads: Heads) -> None:
-        del heads.tensors[name]
-
-    return change
-
-
-def add_nan(x: torch.Tensor) -> torch.Tensor:
-    x.view(-1)[-1] = float("nan")
-    return x
 
 
 def add_norm(heads: Heads) -> None:

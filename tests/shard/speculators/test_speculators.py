@@ -3,7 +3,6 @@ output."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,15 @@ from tests.support.shard.speculator_scene import (
     make_requests,
     write_base,
 )
-from tests.support.shard.speculators import Heads, make_medusa, make_mlp
+from tests.support.shard.speculators import (
+    Heads,
+    add_nan,
+    make_medusa,
+    make_mlp,
+    remove,
+    set_config,
+    spoil,
+)
 from tests.support.shard.tuned import Tuned
 from tgis.prompts.lora_files import read_adapter_files
 from tgis.shard.collectives import ProcessGroup
@@ -95,26 +102,6 @@ def test_a_row_without_a_state_gets_no_drafts(base: Base, tmp_path: Path) -> Non
     assert (len(integers(response.token_ids)), integers(response.num_drafts)) == (1, [])
     response = runner.launch(steps.step([(0, 4, 5)], max_drafts={0: 2})).answer()
     assert integers(response.num_drafts) == [2]
-
-
-def set_config(**values: Any) -> Callable[[Heads], None]:
-    return lambda heads: heads.config.update(values)
-
-
-def spoil(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Heads], None]:
-    return lambda heads: heads.tensors.update({name: change(heads.tensors[name])})
-
-
-def remove(name: str) -> Callable[[Heads], None]:
-    def change(heads: Heads) -> None:
-        del heads.tensors[name]
-
-    return change
-
-
-def add_nan(x: torch.Tensor) -> torch.Tensor:
-    x.view(-1)[-1] = float("nan")
-    return x
 
 
 FAULTS: dict[str, tuple[str, Callable[[Heads], None], str]] = {

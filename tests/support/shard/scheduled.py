@@ -96,3 +96,15 @@ def compute_alone(runner: ModelRunner, token_ids: list[int], num_tokens: int) ->
     sequence = greedy(token_ids, num_tokens)
     service.run([sequence])
     return results(service, [sequence])[0]
+
+
+def check_graphs_of_steps(runner: ModelRunner, interval: int) -> None:
+    """Check that a captured step reads the slots of each later step."""
+    prompts = [draw_ids(i, 6 + i) for i in range(3)]
+    expected = [compute_alone(runner, prompt, 9) for prompt in prompts]
+    runner.reset()
+    service = Service(runner, 60, 8, interval, seed=3)
+    sequences = [greedy(prompt, 9) for prompt in prompts]
+    service.run(sequences)
+    assert results(service, sequences) == expected
+    assert runner.forward.find_graph(3) is not None  # type: ignore[attr-defined]

@@ -208,3 +208,23 @@ def _run_blocks(x: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     for weight, bias in blocks:
         x = x + F.silu(x @ weight.T + bias)
     return x
+
+
+def set_config(**values: Any) -> Callable[[Heads], None]:
+    return lambda heads: heads.config.update(values)
+
+
+def spoil(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Heads], None]:
+    return lambda heads: heads.tensors.update({name: change(heads.tensors[name].clone())})
+
+
+def remove(name: str) -> Callable[[Heads], None]:
+    def change(heads: Heads) -> None:
+        del heads.tensors[name]
+
+    return change
+
+
+def add_nan(x: torch.Tensor) -> torch.Tensor:
+    x.view(-1)[-1] = float("nan")
+    return x

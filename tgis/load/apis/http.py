@@ -161,6 +161,20 @@ def sampling_fields(prompting: Prompting) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def inputs_parameters(prompting: Prompting) -> dict[str, Any]:
+    """Return the parameters that TGI's and LMI's APIs name likewise."""
+    parameters: dict[str, Any] = {
+        "max_new_tokens": prompting.new_tokens,
+        "details": True,
+        "do_sample": prompting.temperature is not None,
+    }
+    if prompting.temperature is not None:
+        parameters |= sampling_fields(prompting)
+    if prompting.max_input_tokens is not None:
+        parameters["truncate"] = prompting.max_input_tokens
+    return parameters
+
+
 async def _read(reader: asyncio.StreamReader, reply: _Reply) -> AsyncIterator[None]:
     while not reply.is_complete:
         data = await reader.read(CHUNK_BYTES)

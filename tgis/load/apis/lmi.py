@@ -4,7 +4,7 @@ import json
 from contextlib import aclosing
 from typing import Any
 
-from tgis.load.apis.http import HttpLinks, reading, sampling_fields
+from tgis.load.apis.http import HttpLinks, inputs_parameters, reading
 from tgis.load.apis.interface import LoadTarget
 from tgis.load.errors import AnswerError
 from tgis.load.records import AnswerReceiver, Prompting
@@ -41,15 +41,7 @@ class LmiClient:
 
 
 def _fields(prompting: Prompting) -> dict[str, Any]:
-    parameters: dict[str, Any] = {
-        "max_new_tokens": prompting.new_tokens,
-        "details": True,
-        "do_sample": prompting.temperature is not None,
-    }
-    if prompting.temperature is not None:
-        parameters |= sampling_fields(prompting)
-    if prompting.max_input_tokens is not None:
-        parameters["truncate"] = prompting.max_input_tokens
+    parameters = inputs_parameters(prompting)
     if prompting.is_exact:
         parameters |= {"min_tokens": prompting.new_tokens, "ignore_eos_token": True}
     if prompting.counts_input:

@@ -4,7 +4,7 @@ import json
 from contextlib import aclosing
 from typing import Any
 
-from tgis.load.apis.http import HttpLinks, reading, sampling_fields
+from tgis.load.apis.http import HttpLinks, inputs_parameters, reading
 from tgis.load.apis.interface import LoadTarget
 from tgis.load.errors import AnswerError
 from tgis.load.records import AnswerReceiver, Prompting
@@ -36,16 +36,7 @@ class TgiClient:
 
 
 def _fields(prompting: Prompting) -> dict[str, Any]:
-    parameters: dict[str, Any] = {
-        "max_new_tokens": prompting.new_tokens,
-        "details": True,
-        "decoder_input_details": False,
-        "do_sample": prompting.temperature is not None,
-    }
-    if prompting.temperature is not None:
-        parameters |= sampling_fields(prompting)
-    if prompting.max_input_tokens is not None:
-        parameters["truncate"] = prompting.max_input_tokens
+    parameters = {**inputs_parameters(prompting), "decoder_input_details": False}
     if prompting.adapter_id is not None:
         parameters["adapter_id"] = prompting.adapter_id
     if prompting.rule is not None:
