@@ -75,7 +75,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "several": (set_values(num_nextn_predict_layers=2), "num_nextn_predict_layers 2 of the configuration"),
     "family": (
         set_values(model_type="qwen2"),
-        "of qwen2 are not supported, but of: mimo, deepseek",
+        "of qwen2 are not supported; supported are: mimo, deepseek",
     ),
     "missing": (change_tensor("hidden_layernorm", lambda x: None), "hidden_layernorm.weight is missing"),
     "shape": (change_tensor("input_proj", lambda x: x[:, 1:].clone()), "expected [32, 64]"),

@@ -102,7 +102,9 @@ def _find_layout(config: Config) -> MTPLayout:
     layout = LAYOUTS.get(config["model_type"])
     if layout is None:
         known = ", ".join(LAYOUTS)
-        raise UnsupportedModelError(f"{NAME} of {config['model_type']} are not supported, but of: {known}")
+        raise UnsupportedModelError(
+            f"{NAME} of {config['model_type']} are not supported; supported are: {known}"
+        )
     if not config.get(COUNT):
         raise UnsupportedModelError(f"the checkpoint has no {NAME}: {COUNT} is {config.get(COUNT)}")
     refuse_others(config, **{COUNT: 1})
