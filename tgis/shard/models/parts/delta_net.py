@@ -23,11 +23,10 @@ class DeltaNetMixer:
         assert delta is not None, "only models with such layers have this part"
         self._kernels = parts.kernels
         self._layer = layer
-        size, shared = parts.group.size, min(parts.group.size, delta.num_key_heads)
-        widths, pieces = (
-            [delta.width, delta.key_width, delta.key_width, delta.width],
-            [size, shared, shared, size],
-        )
+        size = parts.group.size
+        shared = min(size, delta.num_key_heads)  # ranks may share heads of queries and keys
+        widths = [delta.width, delta.key_width, delta.key_width, delta.width]
+        pieces = [size, shared, shared, size]
         self._in = ColumnParallel(parts, f"{path}.in", spec.hidden_size, widths, False, pieces)
         # Rounding errors of the decay grow with every token.
         self._gates = Replicated(parts, f"{path}.gates", spec.hidden_size, 2 * delta.num_heads)
