@@ -187,10 +187,19 @@ $(VENV)-build/installed: locks/build.lock | $(VENV)/bin/pip
 	$(LOCKED) --target $(@D) -r $<
 	@touch $@
 
-$(VENV)/installed: $(VENV)-build/installed $(LOCKS) $(PACKAGING)
-	$(LOCKED) $(TORCH_SOURCE) -r locks/torch-$(VARIANT).lock
-	$(LOCKED) -r locks/service.lock
+# The three lists have no package in common, so they are installed at the same time.
+$(VENV)/installed: $(LOCKS) $(PACKAGING) | $(VENV)/bin/pip
+	@$(MAKE) --no-print-directory -j3 $(VENV)-build/installed $(VENV)/torch-$(VARIANT) $(VENV)/packages
 	$(EDITABLE)
+	$(if $(filter cpu,$(VARIANT)),$(BIN)/python -m tgis.shard.kernels.cpu.precompile --usual)
+	@touch $@
+
+$(VENV)/torch-$(VARIANT): locks/torch-$(VARIANT).lock | $(VENV)/bin/pip
+	$(LOCKED) $(TORCH_SOURCE) -r $<
+	@touch $@
+
+$(VENV)/packages: locks/service.lock | $(VENV)/bin/pip
+	$(LOCKED) -r $<
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed constraints.txt
@@ -238,7 +247,7 @@ $(VENV)-playground/installed: integration_tests/playground/requirements.txt | $(
 
 # Compiled once in advance, instead of by several services that tests start simultaneously.
 .cache/kernels: $(shell find tgis/shard/kernels -name '*.py') | $(VENV)/installed
-	$(BIN)/python -m tgis.shard.kernels.cpu.jit.precompile
+	$(BIN)/python -m tgis.shard.kernels.cpu.precompile
 	@mkdir -p $(@D) && touch $@
 
 $(REAL_MODEL): locks/model.lock | $(VENV)/bin/pip

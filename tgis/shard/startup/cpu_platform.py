@@ -39,17 +39,18 @@ def on_cpu(
     arithmetic: str = "float32",
     rounds_activations: bool = False,
     may_use_amx: bool = False,
+    multiplies_int8: bool = False,
 ) -> Platform:
     """Return the platform whose matrix products and attention use this arithmetic. Products with codes can
-    round activations, and products can use AMX. Compiled code is stored in `kernel_cache` if there is no
-    better directory."""
+    round activations, and products can use AMX. The kernels of int8 products are checked only if the model
+    `multiplies_int8`. Compiled code is stored in `kernel_cache` if there is no better directory."""
     if kernel_cache is not None:
         add_run_directory(kernel_cache)
     rounds_activations = rounds_activations and _can_round()
     has_tiles = may_use_amx and permission.may_use_tiles()
-    if arithmetic == "float32" and not rounds_activations and not has_tiles:
+    if arithmetic == "float32" and not rounds_activations and not multiplies_int8:
         return ON_CPU
-    int8 = int8_check.choose_kernel(has_tiles)
+    int8 = int8_check.choose_kernel(has_tiles and multiplies_int8)
     if arithmetic == "float32":
         kernels = CpuKernels(rounds_activations, int8.kernel)
         return replace(ON_CPU, kernels=kernels, replaced_kernels=int8.replaced)

@@ -19,6 +19,7 @@ from tgis.process.control_groups import count_cores
 from tgis.shard import collectives
 from tgis.shard.adapters.loading import AdapterLimits, adapter_limits, open_adapters, read_names
 from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.collectives import LOOPBACK, ProcessGroup, ProcessGroupError, RendezvousPoint
 from tgis.shard.kernels.cpu.jit.cache import use_cache_home
@@ -30,6 +31,7 @@ from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.rope_option import read_rope_option
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
+from tgis.shard.quant.schemes import int8
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
@@ -87,8 +89,7 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
     device = _find_device(config, choice) if on is None else on.device
     dtype_name = _choose_dtype(config.dtype, settings, choice, device)
     config = replace(config, cpu_arithmetic=_choose_arithmetic(config, choice, device, dtype_name))
-    has_codes = quantize_check.find_layout(config, settings) is not None
-    on = on or _make_platform(config, choice, device, has_codes)
+    on = on or _make_platform(config, choice, device, quantize_check.find_layout(config, settings))
     if config.kv_cache_memory_fraction is not None:
         on = replace(on, cache_fraction=config.kv_cache_memory_fraction)
     quantize_check.check_platform(config.quantize, on)
@@ -395,7 +396,10 @@ def _choose_arithmetic(config: ShardConfig, choice: Choice, device: torch.device
     return "bfloat16"
 
 
-def _make_platform(config: ShardConfig, choice: Choice, device: torch.device, has_codes: bool) -> Platform:
+def _make_platform(
+    config: ShardConfig, choice: Choice, device: torch.device, layout: CodeLayout | None
+) -> Platform:
+    """Return the platform for weights with this layout of codes; None: they have no codes."""
     if device.type == "cpu" and config.rank == 0:
         for name in ("cuda_graphs", "cuda_memory_fraction"):
             if getattr(config, name) is not None:
@@ -405,12 +409,13 @@ def _make_platform(config: ShardConfig, choice: Choice, device: torch.device, ha
     use_cache_home(config.cache_home)
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
     dtype = None if config.dtype is None else DTYPES[config.dtype]
-    rounds = config.activations is not None and device.type == "cpu" and has_codes
+    rounds = config.activations is not None and device.type == "cpu" and layout is not None
     if config.activations is not None and not rounds and config.rank == 0:
         reason = "the weights are not quantized" if device.type == "cpu" else "the model runs on a GPU"
         logger.warning("--activations %s has no effect: %s", config.activations, reason)
-    # Products of float weights in float32 cannot use AMX.
-    may_use_amx = config.cpu_amx == "auto" and (has_codes or config.cpu_arithmetic != "float32")
+    multiplies_int8 = rounds or layout == int8.LAYOUT
+    # Other products cannot use AMX.
+    may_use_amx = config.cpu_amx == "auto" and (multiplies_int8 or config.cpu_arithmetic != "float32")
     return choose_platform.make_platform(
         device,
         kernel_cache,
@@ -421,6 +426,7 @@ def _make_platform(config: ShardConfig, choice: Choice, device: torch.device, ha
         may_use_amx,
         choice.spec,
         config.world_size,
+        multiplies_int8,
     )
 
 

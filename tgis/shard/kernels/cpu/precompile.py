@@ -1,8 +1,9 @@
-"""Command for building images: compiles all kernels and stores the code in the source's directory.
-`python -m tgis.shard.kernels.cpu.jit.precompile [SOURCES]`. SOURCES is another directory that contains this
-package; compiled code there is used where its sources are equal. Other kinds of processors compile at the
-first start."""
+"""Command for installations and images: compiles kernels on all cores and stores the code in the source's
+directory. `python -m tgis.shard.kernels.cpu.precompile [--usual] [SOURCES]`. SOURCES is another directory that
+contains this package; compiled code there is used where its sources are equal. Other kinds of processors
+compile at the first start."""
 
+import argparse
 import gc
 import hashlib
 import importlib
@@ -12,20 +13,53 @@ import pkgutil
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
+import torch
+
 from tgis import shard
+from tgis.shard.kernels.cpu import kernel_graph
+from tgis.shard.kernels.cpu.attention.kernels import ATTEND, WRITE
+from tgis.shard.kernels.cpu.codes import look_up, packing
+from tgis.shard.kernels.cpu.codes.kernels import MULTIPLY, Kind
 from tgis.shard.kernels.cpu.jit.cache import cache_directory, keep_beside_source, packaged_files
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
+from tgis.shard.kernels.cpu.pointwise import activations, elementwise, heads, norms
 
 # Modules that need triton, which torch's build for CPUs lacks.
 _OF_GPUS = tuple(f"{shard.__name__}.{name}" for name in ("kernels.cuda.", "runner.device.", "startup.cuda"))
+# Kernels of a model in the format GGUF with 4-bit weights, such as `make run` serves.
+USUAL = (
+    ATTEND[torch.float32],
+    WRITE[torch.float32],
+    MULTIPLY[Kind(4, rounds_activations=False)],
+    MULTIPLY[Kind(8, rounds_activations=False)],
+    packing.pack_codes,
+    look_up.look_up,
+    norms.rms_norm,
+    activations.multiply_gated,
+    heads.angles,
+    heads.split_heads,
+    elementwise.change,
+    kernel_graph.replay,
+)
 
 
-def main(sources: Path | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="precompile", description="Compile kernels and store the code.")
+    parser.add_argument("--usual", action="store_true", help="only kernels of GGUF models with 4-bit weights")
+    parser.add_argument("sources", nargs="?", type=Path, help="directory with a package with compiled code")
+    options = parser.parse_args(arguments)
     keep_beside_source()
-    kernels, num_workers = _all_kernels(), len(os.sched_getaffinity(0))
+    compile_all(USUAL if options.usual else all_kernels(), options.sources)
+
+
+def compile_all(kernels: Sequence[Kernel], sources: Path | None = None) -> None:
+    """Compile kernels and store the code, or copy it from the package in `sources`. Exit with an error if
+    that fails."""
+    num_workers = len(os.sched_getaffinity(0))
     if sources is not None:
         _copy_compiled(sources, kernels)
     # Kernels with the same name are variants of one function and share an index file of compiled code, so one
@@ -34,7 +68,8 @@ def main(sources: Path | None = None) -> None:
     for kernel in kernels:
         by_name[kernel.name].append(kernel)
     groups, fork = list(by_name.values()), multiprocessing.get_context("fork")
-    workers = [fork.Process(target=_compile, args=(groups[i::num_workers],)) for i in range(num_workers)]
+    turn = fork.Value("i", 0)
+    workers = [fork.Process(target=_compile, args=(groups, turn)) for _ in range(num_workers)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -63,7 +98,7 @@ def _numba_name(folder: Path) -> str:
     return f"{folder.name}_{path.hexdigest()}"
 
 
-def _all_kernels() -> list[Kernel]:
+def all_kernels() -> list[Kernel]:
     """Import all modules of the shard except those for GPUs, and return the kernels that they create."""
     for module in pkgutil.walk_packages(shard.__path__, f"{shard.__name__}."):
         if not module.name.startswith(_OF_GPUS):
@@ -71,11 +106,17 @@ def _all_kernels() -> list[Kernel]:
     return [one for one in gc.get_objects() if type(one) is Kernel]
 
 
-def _compile(groups: Iterable[Iterable[Kernel]]) -> None:
-    for group in groups:
-        for kernel in group:
+def _compile(groups: Sequence[Sequence[Kernel]], turn: "Synchronized[int]") -> None:
+    """Compile group after group. `turn` is the index of the first group that no process has taken."""
+    while True:
+        with turn.get_lock():
+            index = turn.value
+            turn.value += 1
+        if index >= len(groups):
+            return
+        for kernel in groups[index]:
             assert kernel.address  # reading the address compiles the kernel
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:2]))
+    main()
