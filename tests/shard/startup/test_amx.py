@@ -31,6 +31,8 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
         ({}, False),
         ({"quantize": "int8"}, True),
         ({"quantize": "int8", "cpu_amx": "off"}, False),
+        ({"quantize": "int4"}, False),
+        ({"quantize": "int4", "activations": "int8"}, True),
         ({"cpu_arithmetic": "bfloat16"}, True),
         ({"cpu_arithmetic": "bfloat16", "cpu_amx": "off"}, False),
     ],

@@ -1,11 +1,35 @@
-"""Compiled code of one directory is found by another, and by another process."""
+"""Compiled code of one directory is found by another, and by another process. An installation compiles what
+the first start needs."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from numba.core.caching import _CacheLocator
 from numba.core.dispatcher import Dispatcher
 
+from tests.support.real_models import SMOLLM2
 from tgis.shard.kernels.cpu.precompile import _numba_name, all_kernels
+
+# Prints the names of the kernels that a start and a request have used.
+USES = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from tests.support.shard.driver import Request, Router, configure
+from tgis.convert.gguf.model_directory import write_model_directory
+from tests.support.real_models import SMOLLM2
+from tgis.shard.kernels.cpu.precompile import USUAL, all_kernels
+from tgis.shard.startup.load import load
+
+file, directory = map(Path, sys.argv[1:])
+write_model_directory([file], directory)
+Router(load(replace(configure(directory), cpu_arithmetic="auto"))).run([Request([5, 6, 7], max_new_tokens=3)])
+used = {kernel for kernel in all_kernels() if "_compiled" in vars(kernel)}
+print(*sorted(kernel.name for kernel in used.symmetric_difference(USUAL)))
+"""
 
 
 def test_directories_have_the_names_that_numba_gives_them(tmp_path: Path) -> None:
@@ -20,3 +44,11 @@ def test_no_kernel_encloses_a_compiled_function() -> None:
     }
     assert not [name for name, values in enclosed.items() if any(isinstance(v, Dispatcher) for v in values)]
     assert len(enclosed) > 20
+
+
+@pytest.mark.slow
+def test_an_installation_compiles_the_kernels_of_the_first_start(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", USES, str(SMOLLM2), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []

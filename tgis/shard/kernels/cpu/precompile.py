@@ -1,5 +1,5 @@
 """Command for installations and images: compiles kernels on all cores and stores the code in the source's
-directory. `python -m tgis.shard.kernels.cpu.precompile [--usual] [SOURCES]`. SOURCES is another directory that
+directory. `python -m tgis.shard.kernels.cpu.precompile [--usual] [SOURCES]`. SOURCES is a directory that
 contains this package; compiled code there is used where its sources are equal. Other kinds of processors
 compile at the first start."""
 
@@ -23,7 +23,8 @@ from tgis import shard
 from tgis.shard.kernels.cpu import kernel_graph
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, WRITE
 from tgis.shard.kernels.cpu.codes import look_up, packing
-from tgis.shard.kernels.cpu.codes.kernels import MULTIPLY, Kind
+from tgis.shard.kernels.cpu.codes.kernels import MULTIPLY
+from tgis.shard.kernels.cpu.codes.layout import Kind
 from tgis.shard.kernels.cpu.jit.cache import cache_directory, keep_beside_source, packaged_files
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, heads, norms
