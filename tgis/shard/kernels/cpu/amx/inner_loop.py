@@ -29,7 +29,7 @@ _PALETTE = 1
 _WIDTHS_AT, _ROWS_AT, _NUM_SHAPES = 16, 48, 16  # offsets in the configuration, and its number of tiles
 
 
-def _instructions(b: Any, memory: Any) -> instructions.Tiles:
+def open_tiles(b: Any, memory: Any) -> instructions.Tiles:
     assert instructions.INSTRUCTIONS is not None
     return instructions.INSTRUCTIONS(b, memory)
 
@@ -53,12 +53,12 @@ def write_shapes(memory: int, rows: int, depth: int) -> None:
 
 @llvm_function()
 def configure(b: Any, memory: Any) -> None:
-    _instructions(b, memory).configure()
+    open_tiles(b, memory).configure()
 
 
 @llvm_function()
 def release(b: Any, memory: Any) -> None:
-    _instructions(b, memory).release()
+    open_tiles(b, memory).release()
 
 
 def _make_product(num_halves: int) -> Any:
@@ -82,7 +82,7 @@ def _make_product(num_halves: int) -> Any:
         is_first: Any,
         element: Any,
     ) -> None:
-        tiles = _instructions(b, memory)
+        tiles = open_tiles(b, memory)
         add = tiles.add_pairs if element == _PAIRS else tiles.add_quads
         cells = [(half, v, _SUMS + 2 * half + v) for half in range(num_halves) for v in range(2)]
         rows = [b.add(x, b.mul(stride, I64(half * TILE_ROWS))) for half in range(num_halves)]

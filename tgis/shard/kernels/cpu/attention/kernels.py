@@ -12,12 +12,13 @@ from tgis.shard.kernels.cpu.attention.elements.conversion import CACHE_ELEMENTS,
 from tgis.shard.kernels.cpu.attention.elements.float8 import loses_nan
 from tgis.shard.kernels.cpu.attention.elements.int8 import has_scales, write_scale
 from tgis.shard.kernels.cpu.attention.elements.rotation import rotate
-from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, TALL
+from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN
 from tgis.shard.kernels.cpu.attention.segments import SegmentPart, find_first_key, result_size
 from tgis.shard.kernels.cpu.attention.tiles import (
     Pages,
     Queries,
     ScoringArgs,
+    TILE_ROWS,
     Scratch,
     WorkUnit,
     attend_unit,
@@ -123,19 +124,19 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         scales = as_float(scale), as_float(soft_cap)
         scoring = ScoringArgs(*scales, window, causal, slopes, bias, num_biases, sinks, first_key)
         depth = round_up(p.head_dim, LANES)
-        max_rows = step[MAX_TILE_AT] * min(HEADS, num_heads // p.num_kv_heads) + TALL
+        max_rows = step[MAX_TILE_AT] * min(HEADS, num_heads // p.num_kv_heads) + TILE_ROWS
         q, sums = max_rows * depth, max_rows * (depth + LANES)
         maxima = round_up(max_rows, LANES)
         gathered = SPAN * (p.head_dim + depth)
         results = max_rows * result_size(depth + LANES)
         size = (
-            LANES + q + sums + maxima + 4 * LANES + TALL * SPAN + 24 * GROUPS + 2 * SPAN + gathered + results
+            LANES + q + sums + maxima + 4 * LANES + TILE_ROWS * SPAN + 24 * GROUPS + 2 * SPAN + gathered + results
         )
         memory = np.empty(size, np.float32)
         begin = round_up(memory.ctypes.data, ALIGNMENT)
         updates = begin + 4 * (q + sums + maxima)
         bounds, scores = updates + 8 * LANES, updates + 16 * LANES
-        places = scores + 4 * TALL * SPAN
+        places = scores + 4 * TILE_ROWS * SPAN
         rest = places + 96 * GROUPS + 8 * SPAN
         factors = places + 96 * GROUPS if has_scales(element) else 0
         rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)

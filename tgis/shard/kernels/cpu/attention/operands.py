@@ -17,6 +17,9 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FUSED, I32, I64
 
+TILE_PAIR = types.uint64
+"""Numba type that stands for pairs that AMX multiplies."""
+
 _UPPER = 0xFFFF0000  # bits of the first number of a pair
 
 

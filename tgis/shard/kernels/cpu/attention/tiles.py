@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray
+from numba.extending import overload
 
 from tgis.shard.kernels.cpu.attention.elements.int8 import find_scales, has_scales
 from tgis.shard.kernels.cpu.attention.elements.rotation import count_rotated, rotate
-from tgis.shard.kernels.cpu.attention.operands import round_query
+from tgis.shard.kernels.cpu.attention.operands import TILE_PAIR, round_query
 from tgis.shard.kernels.cpu.attention.qk_pv import (
     GROUPS,
     SHORT,
@@ -40,6 +41,7 @@ from tgis.shard.kernels.cpu.jit.compiler import inlined, pointer, reorderable
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, tanh
 from tgis.shard.memory.kv_cache import SCALE_BYTES
 
+TILE_ROWS = 16  # maximum rows of a tile
 MANY_ROWS = 16  # units with more rows use tiles of TALL rows
 INITIAL_MAXIMUM = np.float32(-1e30)  # initial running maximum, below any score
 
@@ -108,8 +110,8 @@ class Scratch(NamedTuple):
     maxima: int  # [max_rows], running maximum of the scores
     results: int  # [max_rows, result_size(length)], merged results of segments
     updates: int  # [2, LANES], maxima of a tile's rows and factors of their sums
-    bounds: int  # int32 [TALL, 2], begin and end of each row's keys in the span
-    scores: int  # [TALL, SPAN], replaced by softmax weights in the type of `factor`
+    bounds: int  # int32 [TILE_ROWS, 2], begin and end of each row's keys in the span
+    scores: int  # [TILE_ROWS, SPAN], replaced by softmax weights in the type of `factor`
     # int64 [4, GROUPS], addresses: vectors of keys of the current and of the prefetched span, then one for
     # every LANES rows of values of both. Two more such arrays follow: for widened copies, and for scales.
     places: int
@@ -138,7 +140,7 @@ def page_bytes(p: Any, element: Any) -> Any:
 
 
 @reorderable
-def _locate_span(which: int, span: int, u: Any, p: Any, s: Any, element: Any) -> None:
+def locate_span(which: int, span: int, u: Any, p: Any, s: Any, element: Any) -> None:
     """Store the addresses of a span's keys, values and scales. Those of groups that no row attends to are
     arbitrary."""
     page = page_bytes(p, element)
@@ -163,9 +165,9 @@ def _locate_next_span(span: int, u: Any, following: Any, p: Any, s: Any, element
     """Store the addresses of the span to prefetch: the next span, or the first one of the `following`
     unit."""
     if span < u.end:
-        _locate_span(1, span, u, p, s, element)
+        locate_span(1, span, u, p, s, element)
     else:
-        _locate_span(1, following.begin, following, p, s, element)
+        locate_span(1, following.begin, following, p, s, element)
 
 
 @reorderable
@@ -178,7 +180,7 @@ def _advance(places: int) -> None:
 
 
 @reorderable
-def _move_to_next_span(span: int, u: Any, following: Any, p: Any, s: Any, element: Any) -> None:
+def move_to_next_span(span: int, u: Any, following: Any, p: Any, s: Any, element: Any) -> None:
     """Make the span at `span` the current one, and locate the one to prefetch."""
     _advance(s.places)
     if has_scales(element):
@@ -249,26 +251,26 @@ def _adjust_scores(address: int, scoring: Any, head: int, distance: int) -> None
 
 
 @reorderable
-def _find_end(position: int, u: Any, scoring: Any) -> Any:
+def find_end(position: int, u: Any, scoring: Any) -> Any:
     """Return the end of the keys that the token at a position attends to."""
     return min(position + 1, u.end) if scoring.causal else u.end
 
 
 @reorderable
-def _adjust_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> None:
+def adjust_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> None:
     for i in range(rows):
         token, head = (r + i) // u.heads, (r + i) % u.heads
         _adjust_scores(s.scores + 4 * SPAN * i, scoring, u.head + head, span - u.position - token)
 
 
 @reorderable
-def _write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> None:
+def write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> None:
     """Write the bounds of the keys that rows [r, r + rows) attend to in the span that begins at `span`."""
-    bounds = carray(pointer(s.bounds, _I32), (TALL, 2))
+    bounds = carray(pointer(s.bounds, _I32), (TILE_ROWS, 2))
     token, head = r // u.heads, r % u.heads
     for i in range(rows):
         position = u.position + min(token, u.num_tokens - 1)
-        end = max(min(_find_end(position, u, scoring) - span, SPAN), 0)
+        end = max(min(find_end(position, u, scoring) - span, SPAN), 0)
         bounds[i, 0] = min(max(find_first_key(position, scoring) - span, 0), end)
         bounds[i, 1] = end
         head += 1
@@ -296,7 +298,7 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
     first = u.position + r // u.heads
     last = u.position + min((r + rows - 1) // u.heads, u.num_tokens - 1)
     num_keys = min(
-        _find_end(last, u, scoring) - span, SPAN
+        find_end(last, u, scoring) - span, SPAN
     )  # keys up to the last one that any row attends to
     if num_keys <= 0 or find_first_key(first, scoring) >= span + SPAN:
         return
@@ -310,12 +312,12 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
     if s.scales:
         multiply_columns(rows, num_groups, s.scores, s.scales)
     if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
-        _adjust_rows(r, rows, span, u, scoring, s)
+        adjust_rows(r, rows, span, u, scoring, s)
     maxima, sums = s.maxima + 4 * r, s.sums + 4 * s.length * r
-    if _find_end(first, u, scoring) - span >= SPAN and find_first_key(last, scoring) <= span:
+    if find_end(first, u, scoring) - span >= SPAN and find_first_key(last, scoring) <= span:
         update_softmax(rows, s.scores, maxima, s.updates, sums, s.length, s.factor)
     else:
-        _write_bounds(r, rows, span, u, scoring, s)
+        write_bounds(r, rows, span, u, scoring, s)
         update_masked_softmax(
             rows, num_groups, s.scores, maxima, s.updates, sums, s.length, s.bounds, s.factor
         )
@@ -325,7 +327,7 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
 
 
 @reorderable
-def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None:
+def start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None:
     """Scale, rotate and round the query of row `r` and clear its sums. Rows after the last token repeat it.
     Queries are rotated if keys are."""
     token = min(r // u.heads, u.num_tokens - 1)
@@ -382,13 +384,13 @@ def _attend_keys(
     if s.scales:
         scale /= np.float32(count_rotated(p.head_dim))
     for r in range(round_up(num_rows, height)):
-        _start_row(r, u, queries, p, scale, s)
+        start_row(r, u, queries, p, scale, s)
     is_widened = in_place and height == TALL and is_converted(element)
     wide_pages, wide = _use_widened(p, s)
     strides = (p.block_size * p.width, p.head_dim * p.width)
     for span in range(begin, end, SPAN):
         if in_place:
-            _move_to_next_span(span, u, following, p, s, element)
+            move_to_next_span(span, u, following, p, s, element)
         else:
             _gather(span, u, p, s, element)
         if is_widened:
@@ -398,6 +400,55 @@ def _attend_keys(
         else:
             for r in range(0, num_rows, height):
                 _attend_span(r, height, span, u, p, scoring, s, element)
+
+
+def attend_keys(
+    begin: int,
+    end: int,
+    height: int,
+    u: Any,
+    following: Any,
+    queries: Any,
+    p: Any,
+    scoring: Any,
+    s: Any,
+    element: Any,
+) -> None:
+    """Process keys [begin, end) for all rows of a unit. Overloads implement it for types of elements."""
+    raise NotImplementedError
+
+
+@overload(attend_keys, inline="always")
+def _choose_registers(
+    begin: Any,
+    end: Any,
+    height: Any,
+    u: Any,
+    following: Any,
+    queries: Any,
+    p: Any,
+    scoring: Any,
+    s: Any,
+    element: Any,
+) -> Any:
+    if element == TILE_PAIR:
+        return None
+
+    def attend(
+        begin: Any,
+        end: Any,
+        height: Any,
+        u: Any,
+        following: Any,
+        queries: Any,
+        p: Any,
+        scoring: Any,
+        s: Any,
+        element: Any,
+    ) -> None:
+        _attend_keys(begin, end, height, u, following, queries, p, scoring, s, element)
+
+    return attend
 
 
 @inlined
@@ -419,7 +470,7 @@ def _attend_segments(
     while True:
         segment = begin // part.segment_len
         end = min(u.end, (segment + 1) * part.segment_len)
-        _attend_keys(begin, end, height, u, following, queries, p, scoring, s, element)
+        attend_keys(begin, end, height, u, following, queries, p, scoring, s, element)
         if is_merged:
             for r in range(u.num_tokens * u.heads):
                 result, sums = s.results + 4 * r * result_size(s.length), s.sums + 4 * r * s.length
@@ -439,7 +490,7 @@ def attend_unit(
     num_tiles = (num_rows + SHORT - 1) // SHORT
     height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
     if p.block_size % LANES == 0:
-        _locate_span(1, u.begin, u, p, s, element)
+        locate_span(1, u.begin, u, p, s, element)
     _attend_segments(height, u, following, queries, part, p, scoring, s, element)
     results, size = s.results, result_size(s.length)
     maxima, stride = s.results + 4 * s.length, 4 * size

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring, StepLayout
+from tgis.shard.kernels.cpu.amx import instructions
 from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttention
+from tgis.shard.kernels.cpu.attention import amx_keys  # noqa: F401
 from tgis.shard.kernels.cpu.attention.kernels import WRITE, attend_kernel
 from tgis.shard.kernels.cpu.attention.pair_pages import WRITE_PAIRS
 from tgis.shard.kernels.cpu.attention.vectors import LANES
@@ -18,7 +20,7 @@ from tgis.shard.memory.kv_cache import KVCache
 
 REPLACED = "attend_pairs"  # name of the kernel that may be replaced
 _U16 = np.uint16(0)  # stands for bits of bfloat16, and for float32 values rounded to bfloat16
-_PAIR = np.uint32(0)
+_PAIR, _TILE_PAIR = np.uint32(0), np.uint64(0)
 # Sizes and tolerance of the self-check. The error comes from rounded softmax weights.
 _HEADS = 3
 _HEAD_DIM = 32
@@ -34,6 +36,13 @@ PAIRS = (
     else CacheKernels(attend_kernel(_PAIR, _PAIR, pairs.COLUMNS), WRITE_PAIRS, pairs.COLUMNS)
 )
 """None if the processor does not multiply pairs."""
+
+TILES = (
+    None
+    if WRITE_PAIRS is None or instructions.INSTRUCTIONS is None
+    else CacheKernels(attend_kernel(_TILE_PAIR, _PAIR, pairs.COLUMNS), WRITE_PAIRS, pairs.COLUMNS)
+)
+"""None if the processor has no AMX."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,207 @@
+"""Attention of one unit of work to a range of keys, on AMX tiles. Rows are processed in blocks of TILE_ROWS."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray
+from numba.extending import overload
+
+from tgis.shard.kernels.cpu.amx.inner_loop import DEPTH as TILE_DEPTH
+from tgis.shard.kernels.cpu.amx.inner_loop import ROWS, configure, release, write_shapes
+from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
+from tgis.shard.kernels.cpu.attention.amx_products import (
+    DEPTH,
+    NARROW,
+    WIDE,
+    add_to_sums,
+    multiply_pv_narrow,
+    multiply_pv_wide,
+    multiply_qk,
+    prefetch,
+)
+from tgis.shard.kernels.cpu.attention.operands import TILE_PAIR
+from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SHORT, SPAN
+from tgis.shard.kernels.cpu.attention.segments import find_first_key
+from tgis.shard.kernels.cpu.attention.softmax import update_masked_softmax, update_softmax
+from tgis.shard.kernels.cpu.attention.tiles import (
+    adjust_rows,
+    attend_keys,
+    find_end,
+    locate_span,
+    move_to_next_span,
+    round_up,
+    start_row,
+    write_bounds,
+)
+from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
+from tgis.shard.kernels.cpu.gemm import pairs
+from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
+
+_F32, _U32, _I64 = np.float32(0), np.uint32(0), np.int64(0)
+_FIRST = np.uint32(0xFFFF0000)  # bits of the first number of a pair
+_PAIRS = LANES // pairs.COLUMNS  # rows of pairs of a group's values
+
+
+class Memory(NamedTuple):
+    """Addresses in a thread's scratch memory."""
+
+    values: int  # [SPAN / 2, head_dim] pairs
+    out: int  # float32 [TILE_ROWS, head_dim]
+    factors: int  # float32 [TILE_ROWS], of the sums of a block's rows
+    configuration: int
+
+
+@reorderable
+def _divide_memory(p: Any, s: Any) -> Memory:
+    values = s.gathered
+    out = values + 4 * (SPAN // pairs.COLUMNS) * p.head_dim
+    factors = out + 4 * TILE_ROWS * p.head_dim
+    return Memory(values, out, factors, factors + 4 * LANES)
+
+
+@reorderable
+def _copy_group(to: int, source: int, num_keys: int, size: int) -> None:
+    """Copy the first `num_keys` values of a group, and clear the others: a value that no row attends to may be
+    NaN."""
+    rows = carray(pointer(to, _U32), (_PAIRS, size))
+    values = carray(pointer(source, _U32), (_PAIRS, size))
+    for k in range(_PAIRS):
+        if pairs.COLUMNS * k + 1 < num_keys:
+            for d in range(size):
+                rows[k, d] = values[k, d]
+        elif pairs.COLUMNS * k < num_keys:
+            for d in range(size):
+                rows[k, d] = values[k, d] & _FIRST
+        else:
+            for d in range(size):
+                rows[k, d] = np.uint32(0)
+
+
+@reorderable
+def _copy_values(span: int, u: Any, p: Any, s: Any, memory: Any) -> None:
+    """Copy the values of a span to contiguous memory, because an instruction reads those of two groups."""
+    for group in range(GROUPS):
+        place = s.places + 8 * group
+        prefetch(place + 24 * GROUPS, ROW_BYTES, p.head_dim)
+        source = peek(place + 16 * GROUPS, _I64)
+        to = memory.values + 4 * group * _PAIRS * p.head_dim
+        _copy_group(to, source, u.end - span - group * LANES, p.head_dim)
+
+
+@reorderable
+def _update_softmax(
+    r: int, rows: int, num_groups: int, is_masked: bool, maxima: int, sums: int, s: Any, memory: Any
+) -> None:
+    """Convert the scores of a block to softmax weights, up to SHORT rows at a time."""
+    for i in range(0, rows, SHORT):
+        scores, place = s.scores + 4 * SPAN * i, sums + 4 * s.length * i
+        if is_masked:
+            bounds = s.bounds + 8 * i
+            update_masked_softmax(
+                SHORT, num_groups, scores, maxima + 4 * i, s.updates, place, s.length, bounds, s.factor
+            )
+        else:
+            update_softmax(SHORT, scores, maxima + 4 * i, s.updates, place, s.length, s.factor)
+        for j in range(SHORT):
+            poke(memory.factors + 4 * (i + j), peek(s.updates + 4 * (LANES + j), _F32))
+
+
+@reorderable
+def _multiply_values(steps: int, p: Any, s: Any, memory: Any) -> None:
+    stride = 4 * p.head_dim
+    whole = p.head_dim // (WIDE * LANES) * WIDE * LANES
+    args = (s.scores, memory.values)
+    for c in range(0, whole, WIDE * LANES):
+        multiply_pv_wide(
+            memory.configuration, memory.out + 4 * c, args[0], args[1] + 4 * c, stride, steps
+        )
+    for c in range(whole, p.head_dim, NARROW * LANES):
+        multiply_pv_narrow(
+            memory.configuration, memory.out + 4 * c, args[0], args[1] + 4 * c, stride, steps
+        )
+
+
+@reorderable
+def _prefetch_keys(group: int, r: int, p: Any, s: Any) -> None:
+    """Prefetch a group of the next span's keys while the first block is processed."""
+    if r == 0:
+        prefetch(s.places + 8 * (GROUPS + group), 4 * p.block_size, p.head_dim)
+
+
+@reorderable
+def _attend_block(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: Any, memory: Any) -> None:
+    """Process the span that begins at key `span` for rows [r, r + rows) of a unit."""
+    first, last = u.position + r // u.heads, u.position + (r + rows - 1) // u.heads
+    num_keys = min(find_end(last, u, scoring) - span, SPAN)
+    if num_keys <= 0 or find_first_key(first, scoring) >= span + SPAN:
+        return
+    depth = s.length - LANES
+    steps = p.head_dim // DEPTH
+    q = s.q + 4 * r * depth
+    _prefetch_keys(0, r, p, s)
+    multiply_qk(memory.configuration, s.scores, q, 4 * depth, s.places, 4 * p.block_size, steps)
+    _prefetch_keys(1, r, p, s)
+    if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
+        adjust_rows(r, rows, span, u, scoring, s)
+    is_masked = find_end(first, u, scoring) - span < SPAN or find_first_key(last, scoring) > span
+    num_groups = GROUPS if num_keys > SPAN // 2 else GROUPS // 2
+    if is_masked:
+        write_bounds(r, round_up(rows, SHORT), span, u, scoring, s)
+    sums = s.sums + 4 * s.length * r
+    _update_softmax(r, rows, num_groups, is_masked, s.maxima + 4 * r, sums, s, memory)
+    _prefetch_keys(2, r, p, s)
+    _multiply_values(num_groups * LANES // DEPTH, p, s, memory)
+    _prefetch_keys(3, r, p, s)
+    add_to_sums(rows, sums, 4 * s.length, memory.factors, memory.out, p.head_dim)
+
+
+@reorderable
+def _attend_keys(
+    begin: int, end: int, u: Any, following: Any, queries: Any, p: Any, scoring: Any, s: Any, element: Any
+) -> None:
+    memory = _divide_memory(p, s)
+    write_shapes(memory.configuration, ROWS, TILE_DEPTH)
+    configure(memory.configuration)
+    num_rows = u.num_tokens * u.heads
+    for r in range(round_up(num_rows, TILE_ROWS)):
+        start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
+    for span in range(begin, end, SPAN):
+        move_to_next_span(span, u, following, p, s, element)
+        _copy_values(span, u, p, s, memory)
+        for r in range(0, num_rows, TILE_ROWS):
+            rows = min(TILE_ROWS, num_rows - r)
+            _attend_block(r, rows, span, u, p, scoring, s, memory)
+    release(memory.configuration)
+
+
+@overload(attend_keys, inline="always")
+def _choose_amx(
+    begin: Any,
+    end: Any,
+    height: Any,
+    u: Any,
+    following: Any,
+    queries: Any,
+    p: Any,
+    scoring: Any,
+    s: Any,
+    element: Any,
+) -> Any:
+    if element != TILE_PAIR:
+        return None
+
+    def attend(
+        begin: Any,
+        end: Any,
+        height: Any,
+        u: Any,
+        following: Any,
+        queries: Any,
+        p: Any,
+        scoring: Any,
+        s: Any,
+        element: Any,
+    ) -> None:
+        _attend_keys(begin, end, u, following, queries, p, scoring, s, element)
+
+    return attend
