@@ -56,7 +56,9 @@ def on_cpu(
         return replace(ON_CPU, kernels=kernels, replaced_kernels=int8.replaced)
     assert arithmetic == "bfloat16"
     packer = self_check.choose_packer(has_tiles)
-    attention = choose_attention(multiplies_pairs=self_check.REPLACED not in packer.replaced)
+    attention = choose_attention(
+        multiplies_pairs=self_check.REPLACED not in packer.replaced, has_tiles=has_tiles
+    )
     logger.info("matrix products and attention multiply in bfloat16 and accumulate in float32")
     return replace(
         ON_CPU,

@@ -1,5 +1,6 @@
 """Attention with bfloat16 arithmetic: against its definition in double precision with the same roundings, and
-with the same bits with and without pairs, in every batch, for any block size and number of threads."""
+with the same bits with and without pairs, in every batch, for any block size and number of threads. AMX tiles
+are those of the processor, or emulated."""
 
 import logging
 from collections.abc import Iterator
@@ -10,16 +11,30 @@ import torch
 from torch import Tensor
 
 from tests.support.shard.attention_scene import PLAIN, SCORINGS, Scene, Shape
+from tests.support.shard.emulated_tiles import compile_emulated
 from tgis.shard.attention.interface import Scoring
+from tgis.shard.kernels.cpu.amx import permission
+from tgis.shard.kernels.cpu.attention.amx_products import DEPTH
 from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttention
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, WRITE
 from tgis.shard.kernels.cpu.bf16 import attention
-from tgis.shard.kernels.cpu.bf16.attention import PAIRS, ROUNDED, BfloatAttention, choose_attention
+from tgis.shard.kernels.cpu.bf16.attention import (
+    PAIRS,
+    ROUNDED,
+    TILES,
+    BfloatAttention,
+    choose_attention,
+)
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit import llvm
 
 BF16 = torch.bfloat16
-KERNELS = {"rounded": ROUNDED, **({"pairs": PAIRS} if PAIRS else {})}
+KERNELS = {"rounded": ROUNDED, "pairs": PAIRS, "tiles": TILES}
+EMULATED = "emulated tiles"
+AGAIN = (
+    *("amx.inner_loop", "attention.tiles", "attention.amx_products", "attention.amx_keys"),
+    *("attention.kernels", "bf16.attention"),
+)
 SHAPES = {
     "plain": Shape(dtype=BF16),
     "multi_head": Shape(num_heads=3, num_kv_heads=3, head_dim=64, dtype=BF16),
@@ -39,12 +54,24 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(scope="module", params=[*KERNELS, pytest.param(EMULATED, marks=pytest.mark.slow)])
 def kernels(request: pytest.FixtureRequest) -> CacheKernels:
-    return KERNELS[request.param]
+    if request.param == EMULATED and PAIRS is not None:
+        return PAIRS._replace(attend=compile_emulated(AGAIN, "ATTEND_TILES"))
+    kernels = KERNELS.get(request.param)
+    if kernels is None or (kernels is TILES and permission.ask() is not None):
+        pytest.skip("the processor has no such instructions, or the system does not permit them")
+    return kernels
+
+
+def uses_tiles(kernels: CacheKernels) -> bool:
+    return kernels not in (PAIRS, ROUNDED)
 
 
 def make_scene(kernels: CacheKernels, shape: Shape, lengths: list[int]) -> Scene:
+    """Heads are widened to what tiles can multiply."""
+    if uses_tiles(kernels):
+        shape = shape._replace(head_dim=-(-shape.head_dim // DEPTH) * DEPTH)
     scene = Scene(shape, lengths)
     scene.attention = CpuAttention(scene.cache, kernels)
     scene.write_all()
@@ -201,7 +228,10 @@ def test_rounds_as_torch_does(kernels: CacheKernels) -> None:
     scene = make_scene(kernels, Shape(1, 1, 16, 16, BF16), [16])
     edges = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 3.3961e38, 1e-30, 0.0, -3.3, 2**-126])
     odd_nans = torch.tensor([-1, 0x7F800001], dtype=torch.int32).view(torch.float32)
-    scene.k[0, 0], scene.v[1, 0] = torch.cat((edges, -edges)), torch.cat((edges, edges[:6] * -0.9, odd_nans))
+    scene.k[0, 0, :16], scene.v[1, 0, :16] = (
+        torch.cat((edges, -edges)),
+        torch.cat((edges, edges[:6] * -0.9, odd_nans)),
+    )
     scene.write_all()
     table = scene.layout([(0, 1)], [0]).block_tables[0]
     for x, written in zip(scene.attention.read(0, table, 16), (scene.k, scene.v), strict=True):
@@ -219,7 +249,7 @@ def test_pairs_are_multiplied_where_that_is_fast(
 ) -> None:
     monkeypatch.setattr(llvm, "processor_name", lambda: processor)
     assert choose_attention(multiplies_pairs=True) == BfloatAttention(chosen)
-    assert choose_attention(multiplies_pairs=False) == BfloatAttention(ROUNDED)
+    assert choose_attention(multiplies_pairs=False, has_tiles=True) == BfloatAttention(ROUNDED)
     assert caplog.messages == []
     assert attention.is_near(ROUNDED)
 
@@ -235,6 +265,29 @@ def test_a_wrong_kernel_is_replaced(
         assert choose_attention(multiplies_pairs=True) == BfloatAttention(ROUNDED, ("attend_pairs",))
     [line] = caplog.messages
     assert line.startswith("CPU kernel attend_pairs is replaced by rounding and float32 arithmetic")
+
+
+@pytest.mark.skipif(TILES is None or permission.ask() is not None, reason="there is no AMX")
+def test_tiles_are_used_unless_they_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert choose_attention(multiplies_pairs=True, has_tiles=True) == BfloatAttention(TILES)
+    wrong = CacheKernels(ATTEND[BF16], WRITE[torch.float16])
+    monkeypatch.setattr(attention, "TILES", wrong)
+    monkeypatch.setattr(pairs, "are_fast", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        chosen = choose_attention(multiplies_pairs=True, has_tiles=True)
+    assert chosen == BfloatAttention(ROUNDED, ("attend_tiles",))
+    [line] = caplog.messages
+    assert line.startswith("CPU kernel attend_tiles is replaced by one without AMX")
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(80, 16), (64, 24)])
+def test_tiles_need_whole_steps(head_dim: int, block_size: int) -> None:
+    scene = Scene(Shape(head_dim=head_dim, block_size=block_size, dtype=BF16), LENGTHS)
+    scene.attention = BfloatAttention(TILES)(scene.cache)
+    scene.write_all()
+    check(scene, PLAIN)
 
 
 @pytest.mark.parametrize("factor", ["q", "k", "v"])
@@ -261,3 +314,13 @@ def test_a_cache_of_another_type_is_attended_to_in_float32() -> None:
         scene.write_all()
         actual.append(scene.attend({0: (0, 40)}, PLAIN)[0])
     assert torch.equal(*actual)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TILES is None or permission.ask() is not None, reason="there is no AMX")
+@pytest.mark.parametrize("window", [None, 60])
+def test_emulated_tiles_have_the_bits_of_the_processor_s(window: int | None) -> None:
+    emulated = CacheKernels(compile_emulated(AGAIN, "ATTEND_TILES"), *TILES[1:])
+    scoring, shape = replace(PLAIN, window=window), SHAPES["long_blocks"]
+    one, other = (make_scene(each, shape, LENGTHS).attend(WORK, scoring) for each in (TILES, emulated))
+    assert all(torch.equal(one[sequence], other[sequence]) for sequence in WORK)

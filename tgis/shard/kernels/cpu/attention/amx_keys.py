@@ -1,4 +1,5 @@
-"""Attention of one unit of work to a range of keys, on AMX tiles. Rows are processed in blocks of TILE_ROWS."""
+"""Attention of one unit of work to a range of keys, on AMX tiles. Rows are processed in blocks of up to
+TILE_ROWS."""
 
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ from tgis.shard.kernels.cpu.attention.tiles import (
     adjust_rows,
     attend_keys,
     find_end,
-    locate_span,
     move_to_next_span,
     round_up,
     start_row,
@@ -36,6 +36,8 @@ from tgis.shard.kernels.cpu.attention.tiles import (
 from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
+
+ELEMENT = np.uint64(0)  # value of the type TILE_PAIR
 
 _F32, _U32, _I64 = np.float32(0), np.uint32(0), np.int64(0)
 _FIRST = np.uint32(0xFFFF0000)  # bits of the first number of a pair
@@ -61,8 +63,8 @@ def _divide_memory(p: Any, s: Any) -> Memory:
 
 @reorderable
 def _copy_group(to: int, source: int, num_keys: int, size: int) -> None:
-    """Copy the first `num_keys` values of a group, and clear the others: a value that no row attends to may be
-    NaN."""
+    """Copy the first `num_keys` values of a group. Clear the others, because a value that no row attends to
+    may be NaN."""
     rows = carray(pointer(to, _U32), (_PAIRS, size))
     values = carray(pointer(source, _U32), (_PAIRS, size))
     for k in range(_PAIRS):
@@ -112,13 +114,9 @@ def _multiply_values(steps: int, p: Any, s: Any, memory: Any) -> None:
     whole = p.head_dim // (WIDE * LANES) * WIDE * LANES
     args = (s.scores, memory.values)
     for c in range(0, whole, WIDE * LANES):
-        multiply_pv_wide(
-            memory.configuration, memory.out + 4 * c, args[0], args[1] + 4 * c, stride, steps
-        )
+        multiply_pv_wide(memory.configuration, memory.out + 4 * c, args[0], args[1] + 4 * c, stride, steps)
     for c in range(whole, p.head_dim, NARROW * LANES):
-        multiply_pv_narrow(
-            memory.configuration, memory.out + 4 * c, args[0], args[1] + 4 * c, stride, steps
-        )
+        multiply_pv_narrow(memory.configuration, memory.out + 4 * c, args[0], args[1] + 4 * c, stride, steps)
 
 
 @reorderable
@@ -174,7 +172,7 @@ def _attend_keys(
     release(memory.configuration)
 
 
-@overload(attend_keys, inline="always")
+@overload(attend_keys, inline="always")  # type: ignore[untyped-decorator]
 def _choose_amx(
     begin: Any,
     end: Any,

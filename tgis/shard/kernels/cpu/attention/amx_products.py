@@ -1,8 +1,8 @@
-"""QK and PV products of attention on AMX tiles. A page of pairs of bfloat16 has the layout that AMX expects of
-weights, so keys are read in place.
+"""QK and PV products of attention on AMX tiles. A page of pairs of bfloat16 has the layout that AMX expects
+of weights, so keys are read in place.
 
-A product adds 32 channels (QK) or 32 keys (PV) per instruction, in an order that depends neither on other rows
-nor on other columns."""
+An instruction adds 32 channels (QK) or 32 keys (PV). The order of a sum depends neither on other rows nor on
+other columns."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ def prefetch(b: Any, place: Any, stride: Any, head_dim: Any) -> None:
     """Prefetch the keys or values of a group. place: address of the group's address. stride: bytes between
     cache lines.
 
-    The processor's own prefetching ends at the end of each page of 4 KiB, and groups may be that far apart."""
+    The processor's own prefetching ends with each page of 4 KiB, and groups may be that far apart."""
     base = b.load(llvm.pointer_to(b, I64, place))
 
     def prefetch_line(k: Any, _: list[Any]) -> list[Any]:
@@ -97,8 +97,9 @@ def prefetch(b: Any, place: Any, stride: Any, head_dim: Any) -> None:
 
 @llvm_function()
 def add_to_sums(b: Any, rows: Any, sums: Any, sums_stride: Any, factors: Any, out: Any, n: Any) -> None:
-    """Compute sums[:rows, :n] = factors[:rows] * sums + out. `n` is a multiple of LANES; sums, factors and out
-    [rows, n] are addresses, `sums_stride` is the number of bytes between rows of sums."""
+    """Compute sums[:rows, :n] = factors[:rows] * sums + out. `n` is a multiple of LANES.
+
+    sums, factors, out [rows, n]: addresses. sums_stride: bytes between rows of sums."""
     prefer_512_bits(b)
 
     def add_row(r: Any, _: list[Any]) -> list[Any]:

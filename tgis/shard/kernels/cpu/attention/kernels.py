@@ -15,10 +15,10 @@ from tgis.shard.kernels.cpu.attention.elements.rotation import rotate
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN
 from tgis.shard.kernels.cpu.attention.segments import SegmentPart, find_first_key, result_size
 from tgis.shard.kernels.cpu.attention.tiles import (
+    TILE_ROWS,
     Pages,
     Queries,
     ScoringArgs,
-    TILE_ROWS,
     Scratch,
     WorkUnit,
     attend_unit,
@@ -129,9 +129,8 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         maxima = round_up(max_rows, LANES)
         gathered = SPAN * (p.head_dim + depth)
         results = max_rows * result_size(depth + LANES)
-        size = (
-            LANES + q + sums + maxima + 4 * LANES + TILE_ROWS * SPAN + 24 * GROUPS + 2 * SPAN + gathered + results
-        )
+        fixed = 5 * LANES + TILE_ROWS * SPAN + 24 * GROUPS + 2 * SPAN
+        size = fixed + q + sums + maxima + gathered + results
         memory = np.empty(size, np.float32)
         begin = round_up(memory.ctypes.data, ALIGNMENT)
         updates = begin + 4 * (q + sums + maxima)

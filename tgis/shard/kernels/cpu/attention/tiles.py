@@ -297,9 +297,7 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
     """Process the span that begins at key `span` for rows [r, r + rows) of a unit."""
     first = u.position + r // u.heads
     last = u.position + min((r + rows - 1) // u.heads, u.num_tokens - 1)
-    num_keys = min(
-        find_end(last, u, scoring) - span, SPAN
-    )  # keys up to the last one that any row attends to
+    num_keys = min(find_end(last, u, scoring) - span, SPAN)  # keys up to the last one that any row attends to
     if num_keys <= 0 or find_first_key(first, scoring) >= span + SPAN:
         return
     depth = s.length - LANES
@@ -418,7 +416,7 @@ def attend_keys(
     raise NotImplementedError
 
 
-@overload(attend_keys, inline="always")
+@overload(attend_keys, inline="always")  # type: ignore[untyped-decorator]
 def _choose_registers(
     begin: Any,
     end: Any,

@@ -9,18 +9,19 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring, StepLayout
 from tgis.shard.kernels.cpu.amx import instructions
+from tgis.shard.kernels.cpu.attention import amx_keys
+from tgis.shard.kernels.cpu.attention.amx_products import DEPTH
 from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttention
-from tgis.shard.kernels.cpu.attention import amx_keys  # noqa: F401
 from tgis.shard.kernels.cpu.attention.kernels import WRITE, attend_kernel
 from tgis.shard.kernels.cpu.attention.pair_pages import WRITE_PAIRS
 from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.gemm import pairs
-from tgis.shard.kernels.cpu.replaced import warn_of_rounding
+from tgis.shard.kernels.cpu.replaced import warn_of_rounding, warn_without_amx
 from tgis.shard.memory.kv_cache import KVCache
 
-REPLACED = "attend_pairs"  # name of the kernel that may be replaced
+REPLACED, REPLACED_TILES = "attend_pairs", "attend_tiles"  # names of kernels that may be replaced
 _U16 = np.uint16(0)  # stands for bits of bfloat16, and for float32 values rounded to bfloat16
-_PAIR, _TILE_PAIR = np.uint32(0), np.uint64(0)
+_PAIR = np.uint32(0)
 # Sizes and tolerance of the self-check. The error comes from rounded softmax weights.
 _HEADS = 3
 _HEAD_DIM = 32
@@ -37,10 +38,13 @@ PAIRS = (
 )
 """None if the processor does not multiply pairs."""
 
+ATTEND_TILES = (
+    None if instructions.INSTRUCTIONS is None else attend_kernel(amx_keys.ELEMENT, _PAIR, pairs.COLUMNS)
+)
 TILES = (
     None
-    if WRITE_PAIRS is None or instructions.INSTRUCTIONS is None
-    else CacheKernels(attend_kernel(_TILE_PAIR, _PAIR, pairs.COLUMNS), WRITE_PAIRS, pairs.COLUMNS)
+    if WRITE_PAIRS is None or ATTEND_TILES is None
+    else CacheKernels(ATTEND_TILES, WRITE_PAIRS, pairs.COLUMNS)
 )
 """None if the processor has no AMX."""
 
@@ -56,19 +60,26 @@ class BfloatAttention:
     def __call__(self, cache: KVCache) -> CpuAttention:
         if cache.dtype != torch.bfloat16:
             return CpuAttention(cache)
-        are_pairs = cache.head_dim % pairs.COLUMNS == 0 and cache.block_size % LANES == 0
-        return CpuAttention(cache, self.kernels if self.kernels and are_pairs else ROUNDED)
+        step = DEPTH if self.kernels is TILES else pairs.COLUMNS
+        has_whole_steps = cache.head_dim % step == 0 and cache.block_size % LANES == 0
+        return CpuAttention(cache, self.kernels if self.kernels and has_whole_steps else ROUNDED)
 
 
-def choose_attention(multiplies_pairs: bool) -> BfloatAttention:
-    """Return attention with products of pairs if they are fast and correct on this processor.
-    `multiplies_pairs` is False if matrix products of pairs failed their self-check."""
-    if PAIRS is None or not multiplies_pairs or not pairs.are_fast():
-        return BfloatAttention(ROUNDED)
-    if not is_near(PAIRS):
+def choose_attention(multiplies_pairs: bool, has_tiles: bool = False) -> BfloatAttention:
+    """Return the fastest correct attention on this processor. `multiplies_pairs` is False if matrix products
+    failed their self-check, `has_tiles` is True if AMX may be used."""
+    replaced = []
+    if TILES is not None and has_tiles and multiplies_pairs:
+        if is_near(TILES):
+            return BfloatAttention(TILES)
+        warn_without_amx(REPLACED_TILES, "AMX_BF16")
+        replaced.append(REPLACED_TILES)
+    if PAIRS is not None and multiplies_pairs and pairs.are_fast():
+        if is_near(PAIRS):
+            return BfloatAttention(PAIRS, tuple(replaced))
         warn_of_rounding(REPLACED)
-        return BfloatAttention(ROUNDED, (REPLACED,))
-    return BfloatAttention(PAIRS)
+        replaced.append(REPLACED)
+    return BfloatAttention(ROUNDED, tuple(replaced))
 
 
 def is_near(kernels: CacheKernels) -> bool:
