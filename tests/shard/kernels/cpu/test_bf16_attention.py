@@ -33,7 +33,7 @@ KERNELS = {"rounded": ROUNDED, "pairs": PAIRS, "tiles": TILES}
 EMULATED = "emulated tiles"
 AGAIN = (
     *("amx.inner_loop", "attention.tiles", "attention.amx_products", "attention.amx_keys"),
-    *("attention.kernels", "bf16.attention"),
+    "attention.kernels",
 )
 SHAPES = {
     "plain": Shape(dtype=BF16),
@@ -320,6 +320,7 @@ def test_a_cache_of_another_type_is_attended_to_in_float32() -> None:
 @pytest.mark.skipif(TILES is None or permission.ask() is not None, reason="there is no AMX")
 @pytest.mark.parametrize("window", [None, 60])
 def test_emulated_tiles_have_the_bits_of_the_processor_s(window: int | None) -> None:
+    assert TILES is not None
     emulated = CacheKernels(compile_emulated(AGAIN, "ATTEND_TILES"), *TILES[1:])
     scoring, shape = replace(PLAIN, window=window), SHAPES["long_blocks"]
     one, other = (make_scene(each, shape, LENGTHS).attend(WORK, scoring) for each in (TILES, emulated))

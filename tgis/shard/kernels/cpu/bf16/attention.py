@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring, StepLayout
-from tgis.shard.kernels.cpu.amx import instructions
-from tgis.shard.kernels.cpu.attention import amx_keys
 from tgis.shard.kernels.cpu.attention.amx_products import DEPTH
 from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttention
-from tgis.shard.kernels.cpu.attention.kernels import WRITE, attend_kernel
+from tgis.shard.kernels.cpu.attention.kernels import ATTEND_TILES, WRITE, attend_kernel
 from tgis.shard.kernels.cpu.attention.pair_pages import WRITE_PAIRS
 from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.gemm import pairs
@@ -38,9 +36,6 @@ PAIRS = (
 )
 """None if the processor does not multiply pairs."""
 
-ATTEND_TILES = (
-    None if instructions.INSTRUCTIONS is None else attend_kernel(amx_keys.ELEMENT, _PAIR, pairs.COLUMNS)
-)
 TILES = (
     None
     if WRITE_PAIRS is None or ATTEND_TILES is None
