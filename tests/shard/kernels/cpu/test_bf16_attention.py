@@ -14,7 +14,7 @@ from tests.support.shard.attention_scene import PLAIN, SCORINGS, Scene, Shape
 from tests.support.shard.emulated_tiles import compile_emulated
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cpu.amx import permission
-from tgis.shard.kernels.cpu.attention.amx_products import DEPTH
+from tgis.shard.kernels.cpu.attention.amx.products import DEPTH
 from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttention
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, WRITE
 from tgis.shard.kernels.cpu.bf16 import attention
@@ -32,7 +32,7 @@ BF16 = torch.bfloat16
 KERNELS = {"rounded": ROUNDED, "pairs": PAIRS, "tiles": TILES}
 EMULATED = "emulated tiles"
 AGAIN = (
-    *("amx.inner_loop", "attention.tiles", "attention.amx_products", "attention.amx_keys"),
+    *("amx.inner_loop", "attention.tiles", "attention.amx.products", "attention.amx.keys"),
     "attention.kernels",
 )
 SHAPES = {

@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.amx import instructions
-from tgis.shard.kernels.cpu.attention import amx_keys
+from tgis.shard.kernels.cpu.attention.amx.keys import ELEMENT as TILE_ELEMENT
 from tgis.shard.kernels.cpu.attention.elements.conversion import CACHE_ELEMENTS, as_element
 from tgis.shard.kernels.cpu.attention.elements.float8 import loses_nan
 from tgis.shard.kernels.cpu.attention.elements.int8 import has_scales, write_scale
@@ -226,9 +226,7 @@ def _write_kernel(element: Any) -> Kernel:
 
 ATTEND = {dtype: attend_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}
 ATTEND_TILES = (
-    None
-    if instructions.INSTRUCTIONS is None
-    else attend_kernel(amx_keys.ELEMENT, np.uint32(0), pairs.COLUMNS)
+    None if instructions.INSTRUCTIONS is None else attend_kernel(TILE_ELEMENT, np.uint32(0), pairs.COLUMNS)
 )
 """Attention to pairs of bfloat16 on AMX tiles. None if the processor has no AMX."""
 WRITE = {dtype: _write_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring, StepLayout
-from tgis.shard.kernels.cpu.attention.amx_products import DEPTH
+from tgis.shard.kernels.cpu.attention.amx.products import DEPTH
 from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttention
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND_TILES, WRITE, attend_kernel
 from tgis.shard.kernels.cpu.attention.pair_pages import WRITE_PAIRS

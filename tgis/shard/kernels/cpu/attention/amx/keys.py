@@ -10,7 +10,7 @@ from numba.extending import overload
 from tgis.shard.kernels.cpu.amx.inner_loop import DEPTH as TILE_DEPTH
 from tgis.shard.kernels.cpu.amx.inner_loop import ROWS, configure, release, write_shapes
 from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
-from tgis.shard.kernels.cpu.attention.amx_products import (
+from tgis.shard.kernels.cpu.attention.amx.products import (
     DEPTH,
     NARROW,
     WIDE,
@@ -44,7 +44,7 @@ _FIRST = np.uint32(0xFFFF0000)  # bits of the first number of a pair
 _PAIRS = LANES // pairs.COLUMNS  # rows of pairs of a group's values
 
 
-class Memory(NamedTuple):
+class TileMemory(NamedTuple):
     """Addresses in a thread's scratch memory."""
 
     values: int  # [SPAN / 2, head_dim] pairs
@@ -54,11 +54,11 @@ class Memory(NamedTuple):
 
 
 @reorderable
-def _divide_memory(p: Any, s: Any) -> Memory:
+def _divide_memory(p: Any, s: Any) -> TileMemory:
     values = s.gathered
     out = values + 4 * (SPAN // pairs.COLUMNS) * p.head_dim
     factors = out + 4 * TILE_ROWS * p.head_dim
-    return Memory(values, out, factors, factors + 4 * LANES)
+    return TileMemory(values, out, factors, factors + 4 * LANES)
 
 
 @reorderable
@@ -92,7 +92,7 @@ def _copy_values(span: int, u: Any, p: Any, s: Any, memory: Any) -> None:
 
 @reorderable
 def _update_softmax(
-    r: int, rows: int, num_groups: int, is_masked: bool, maxima: int, sums: int, s: Any, memory: Any
+    rows: int, num_groups: int, is_masked: bool, maxima: int, sums: int, s: Any, memory: Any
 ) -> None:
     """Convert the scores of a block to softmax weights, up to SHORT rows at a time."""
     for i in range(0, rows, SHORT):
@@ -110,13 +110,14 @@ def _update_softmax(
 
 @reorderable
 def _multiply_values(steps: int, p: Any, s: Any, memory: Any) -> None:
-    stride = 4 * p.head_dim
-    whole = p.head_dim // (WIDE * LANES) * WIDE * LANES
-    args = (s.scores, memory.values)
-    for c in range(0, whole, WIDE * LANES):
-        multiply_pv_wide(memory.configuration, memory.out + 4 * c, args[0], args[1] + 4 * c, stride, steps)
+    stride, width = 4 * p.head_dim, WIDE * LANES
+    whole = p.head_dim // width * width
+    for c in range(0, whole, width):
+        to, values = memory.out + 4 * c, memory.values + 4 * c
+        multiply_pv_wide(memory.configuration, to, s.scores, values, stride, steps)
     for c in range(whole, p.head_dim, NARROW * LANES):
-        multiply_pv_narrow(memory.configuration, memory.out + 4 * c, args[0], args[1] + 4 * c, stride, steps)
+        to, values = memory.out + 4 * c, memory.values + 4 * c
+        multiply_pv_narrow(memory.configuration, to, s.scores, values, stride, steps)
 
 
 @reorderable
@@ -146,7 +147,7 @@ def _attend_block(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s:
     if is_masked:
         write_bounds(r, round_up(rows, SHORT), span, u, scoring, s)
     sums = s.sums + 4 * s.length * r
-    _update_softmax(r, rows, num_groups, is_masked, s.maxima + 4 * r, sums, s, memory)
+    _update_softmax(rows, num_groups, is_masked, s.maxima + 4 * r, sums, s, memory)
     _prefetch_keys(2, r, p, s)
     _multiply_values(num_groups * LANES // DEPTH, p, s, memory)
     _prefetch_keys(3, r, p, s)
