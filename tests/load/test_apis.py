@@ -70,7 +70,7 @@ def test_every_api(api: str, router: Setup, tmp_path: Path) -> None:
 def test_sampled_texts_streamed_and_whole(api: str, router: Setup, tmp_path: Path) -> None:
     flags = ("--concurrency", "3", "--temperature", "1", "--top-k", "40", "--top-p", "0.9")
     flags += ("--seed", "3", "--requests", "6", "--repeat-share", "0.1")
-    streamed, whole = (run(router, tmp_path, api, *flags, *more) for more in ((), ("--unary",)))
+    streamed, whole = (run(router, tmp_path, api, *flags, *more) for more in ((), ("--unary-share", "1")))
     for report in (streamed, whole):
         [level] = report["levels"]
         assert (level["errors"], level["faults"], level["succeeded"]) == ({}, {}, 6)

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 
@@ -23,8 +24,15 @@ from tgis.load.workload.conversations import ConversationSource, TokenScale, Wor
 
 STALL = (0.2, 0.6)  # seconds from the start in which the server answers nothing
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 3}}
-EVENTS = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b"}]}, {"choices": [], "usage": USAGE}]
-BODY = "".join(f"data: {json.dumps(event)}\n\n" for event in EVENTS) + "data: [DONE]\n\n"
+
+
+def make_body(reason: str | None) -> str:
+    last = {"text": "b", "finish_reason": reason}
+    events = [{"choices": [{"text": "a"}]}, {"choices": [last]}, {"choices": [], "usage": USAGE}]
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+
+BODY = make_body("length")
 
 
 @dataclass
@@ -116,19 +124,24 @@ async def test_a_stall_of_the_generator_is_counted_and_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "kind"),
+    ("status", "body", "kind", "message"),
     [
-        ("429 Too Many Requests", "{}", "HTTP 429"),
-        ("200 OK", 'data: {"error": {"message": "lost"}}\n\n', "error in the stream"),
-        ("200 OK", "data: nothing\n\n", "protocol"),
-        ("nonsense", "", "protocol"),
+        ("429 Too Many Requests", "too many", "HTTP 429", "too many"),
+        ("200 OK", 'data: {"error": {"message": "lost"}}\n\n', "error in the stream", "{'message': 'lost'}"),
+        ("200 OK", "data: nothing\n\n", "protocol", "JSONDecodeError"),
+        ("nonsense", "", "protocol", ""),
+        ("200 OK", make_body("time_limit"), "ended by time_limit", ""),
+        ("200 OK", make_body(None), "no stop reason", ""),
     ],
 )
-async def test_failures_are_kinds(status: str, body: str, kind: str) -> None:
+async def test_failures_are_kinds_with_messages(status: str, body: str, kind: str, message: str) -> None:
     async with serving() as server:
         server.start, server.status, server.body = 1.0, status, body
         records = await load(server, concurrency=2, num_conversations=3)
     assert [record.error for record in records] == [kind] * 3
+    assert all(message in record.message for record in records)
+    figures = summarize_level([RunRecord(records, [0.1], [0.0], 1.0)], None, {})
+    assert set(figures["messages"]) == ({kind} if records[0].message else set())
 
 
 @pytest.mark.parametrize(("header", "expected"), [("content-length: 9999", "connection"), ("x: y", None)])
@@ -161,6 +174,54 @@ async def test_answers_of_another_length_are_faults() -> None:
             server, concurrency=1, num_conversations=1, workload=Workload(output_tokens="3")
         )
     assert record.faults == ["wrong length"]
+
+
+async def test_clients_wait_after_a_failure() -> None:
+    async with serving() as server:
+        server.start, server.status = 1.0, "503 Service Unavailable"
+        records = await load(server, concurrency=1, num_conversations=3, error_pause_s=0.1)
+    assert all(after.sent - before.sent >= 0.1 for before, after in pairwise(records))
+
+
+async def test_a_stream_is_cancelled_in_the_middle() -> None:
+    left = asyncio.Semaphore(0)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nx: y\r\n\r\n")
+        try:
+            while True:
+                writer.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+                await writer.drain()
+                await asyncio.sleep(0.001)
+        except ConnectionError:
+            left.release()
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+        address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        server = StallingServer(LoadTarget(address=address, model="m"))
+        workload = Workload(output_tokens="100", cancel_share=1.0)
+        records = await load(server, concurrency=2, num_conversations=4, workload=workload)
+        async with asyncio.timeout(5):
+            for _ in records:
+                await left.acquire()
+    assert [(record.is_cancelled, record.error, record.faults) for record in records] == [
+        (True, None, [])
+    ] * 4
+    assert all(1 <= record.output_tokens < 100 for record in records)
+    figures = summarize_level([RunRecord(records, [0.1], [0.0], 1.0)], None, {})
+    assert (figures["cancelled"], figures["succeeded"], figures["total"]) == (4, 0, {"count": 0})
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 1), (2, 3), (1, 5)])
+async def test_connections_are_replaced_after_some_calls(limit: int | None, expected: int) -> None:
+    async with serving() as server:
+        server.start = 1.0
+        server.target = replace(server.target, calls_per_connection=limit)
+        await load(server, concurrency=1, num_conversations=5)
+    assert server.num_connections == expected
 
 
 async def test_a_service_that_is_not_there() -> None:
