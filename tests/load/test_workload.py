@@ -5,6 +5,7 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,7 +130,7 @@ def test_distinct_conversations_repeat_in_turn() -> None:
 
 
 def test_calls_of_several_prompts_whole_answers_and_cancellations() -> None:
-    shares = {"unary_share": 0.5, "sampled_share": 0.25, "cancel_share": 0.5}
+    shares: dict[str, Any] = {"unary_share": 0.5, "sampled_share": 0.25, "cancel_share": 0.5}
     made = make(2000, input_tokens="9", batch="1:0.5,3:0.5", **shares)
     sizes = Counter(1 + len(one.turns[0].more_texts) for one in made)
     assert sizes[1] / 2000 == pytest.approx(0.5, abs=0.04)
