@@ -91,10 +91,14 @@ class Traffic:
 
     def learn(self) -> None:
         """Send each conversation once, before there are faults. Raises BenchError if one fails."""
-        whole = [
-            replace(party, workload=replace(party.workload, cancel_share=0.0)) for party in self._parties
+        jobs = [
+            replace(
+                self._job(party),
+                workload=replace(party.workload, cancel_share=0.0),
+                num_conversations=party.workload.num_distinct,
+            )
+            for party in self._parties
         ]
-        jobs = [replace(self._job(party), num_conversations=party.workload.num_distinct) for party in whole]
         self._undisturbed = [run.result() for run in self._send(jobs)]
         for records in self._undisturbed:
             check_answers(records)

@@ -86,6 +86,27 @@ def test_prompts_are_cut_to_exactly_the_length(api: str, router: Setup, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("api", ["fmaas", "completions"])
+def test_calls_of_several_prompts(api: str, router: Setup, tmp_path: Path) -> None:
+    flags = ("--batch", "3", "--unary-share", "0.5", "--distinct", "4", "--concurrency", "2")
+    report = run(router, tmp_path, api, *flags, "--input-tokens", "20", "--repetition-penalty", "1.2")
+    [level] = report["levels"]
+    assert (level["errors"], level["faults"], level["succeeded"]) == ({}, {}, 12)
+    assert level["output_tokens"] == 15
+    assert 54 <= level["input_tokens"] <= 66
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["fmaas", "completions", "chat", "tgi", "lmi", "engine"])
+def test_cancelled_streams(api: str, router: Setup, tmp_path: Path) -> None:
+    flags = ("--cancel-share", "0.5", "--output-tokens", "50", "--calls-per-connection", "2")
+    [level] = run(router, tmp_path, api, *flags, "--concurrency", "3")["levels"]
+    assert (level["errors"], level["faults"]) == ({}, {})
+    assert 0 < level["cancelled"] < 12
+    assert level["cancelled"] + level["succeeded"] == 12
+
+
+@pytest.mark.slow
 def test_violated_constraints_are_reported(router: Setup, tmp_path: Path) -> None:
     """The fake shard draws tokens without regard to grammars."""
     report = run(router, tmp_path, "fmaas", "--constraints", "choice=1", "--output-tokens", "100")

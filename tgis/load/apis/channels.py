@@ -46,6 +46,8 @@ class ChannelPool(Generic[Channel]):
         used = min(self._shared, key=lambda one: (one.num_open, one.num_calls))
         used.num_open += 1
         used.num_calls += 1
+        if used.num_calls == self._limit:
+            self._replace(used)
         try:
             yield used.channel
         except AnswerError as error:
@@ -54,8 +56,6 @@ class ChannelPool(Generic[Channel]):
             raise
         finally:
             used.num_open -= 1
-            if self._limit is not None and used.num_calls >= self._limit:
-                self._replace(used)
             if used not in self._shared and not used.num_open:
                 await self._close(used.channel)
 

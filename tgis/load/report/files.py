@@ -9,7 +9,7 @@ from tgis.load.errors import LoadError
 from tgis.load.report.page import write_page
 from tgis.load.report.texts import write_csv, write_markdown
 
-FORM = 2
+FORM = 1
 
 
 def _write_json(report: dict[str, Any]) -> str:
