@@ -12,8 +12,8 @@ from tgis.load.apis.http import CONNECTION
 from tgis.load.figures import SEED_FAULT, find_seed_faults
 from tgis.load.records import AnswerRecord
 
-OVERLOADED = "Model is overloaded"
-"""Message of a refusal at the limit of the service, over every API."""
+OVERLOADED = re.compile("Model is overloaded|WlmCapacityException")
+"""Messages of refusals at the limit of the service; the second is LMI's."""
 # gRPC's text for a connection that ends during a call; the service's own statuses differ.
 BROKEN = re.compile("Socket closed|[Cc]onnection reset|Broken pipe|Stream removed|[Cc]onnection refused")
 
@@ -46,7 +46,7 @@ def count(parties: Iterable[PartyRecord], breaks: Breaks) -> Tally:
 
 
 def is_overload(record: AnswerRecord) -> bool:
-    return OVERLOADED in record.message
+    return OVERLOADED.search(record.message) is not None
 
 
 def _count(party: PartyRecord, record: AnswerRecord, breaks: Breaks, tally: Tally) -> None:
