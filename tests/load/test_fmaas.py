@@ -1,5 +1,7 @@
 """The client of fmaas, with a service of fixed answers on a real port."""
 
+import asyncio
+import os
 import time
 from collections import Counter
 from dataclasses import replace
@@ -7,13 +9,17 @@ from dataclasses import replace
 import pytest
 
 from tests.support.canned_service import CannedService, serve
+from tests.support.connections import count_connections
 from tgis.load.answer_checks import CONSTRAINT, LENGTH, NO_END, find_faults, find_unexpected_end
 from tgis.load.apis.channels import ChannelPool
 from tgis.load.apis.fmaas import FmaasClient
 from tgis.load.apis.interface import LoadTarget
 from tgis.load.errors import AnswerError, CancellationError
+from tgis.load.job import LoadJob
+from tgis.load.processes import LoadProcesses
 from tgis.load.records import AnswerReceiver, AnswerRecord, ChatTurn, Prompting, RunClock
 from tgis.load.workload.constraints import TextRule
+from tgis.load.workload.conversations import TokenScale, Workload
 from tgis.pb import generation_pb2 as pb
 
 PROMPTING = Prompting(turns=(ChatTurn("user", "count"),), new_tokens=3, is_exact=True, seed=5)
@@ -157,6 +163,30 @@ async def test_calls_have_channels_of_their_own_which_are_replaced() -> None:
     assert len(set(opened) - set(closed)) == 2
     await pool.close()
     assert sorted(closed) == opened
+
+
+async def test_connections_of_failed_calls_are_closed_at_the_end_of_a_job() -> None:
+    """The process then waits for its next job."""
+    with serve(CannedService()) as address:
+        async with LoadProcesses(1) as processes:
+            job = LoadJob(
+                api="fmaas",
+                target=LoadTarget(address=address, num_channels=4),
+                workload=Workload(texts=("fail",), output_tokens="3"),
+                scale=TokenScale(),
+                first_index=0,
+                step=1,
+                warm_up=0,
+                concurrency=4,
+                num_conversations=4,
+            )
+            run = await processes.run([job], lambda _: None)
+            assert {record.error for record in run.records} == {"UNAVAILABLE"}
+            port = int(address.rpartition(":")[2])
+            deadline = time.monotonic() + 5
+            while count_connections(os.getpid(), port):
+                assert time.monotonic() < deadline, "connections are open"
+                await asyncio.sleep(0.1)
 
 
 async def test_parameters_of_a_request() -> None:

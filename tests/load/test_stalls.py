@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
+import psutil
 import pytest
+import trustme
 
 from tgis.load.apis.http import HttpLinks
 from tgis.load.apis.interface import LoadTarget
@@ -17,8 +21,9 @@ from tgis.load.errors import AnswerError
 from tgis.load.figures import summarize_level
 from tgis.load.job import LoadJob
 from tgis.load.loops import TIMEOUT, LoadRun
-from tgis.load.processes import RunRecord
+from tgis.load.processes import LoadProcesses, RunRecord
 from tgis.load.records import AnswerRecord, RunClock
+from tgis.load.worker import MODULE
 from tgis.load.workload.arrivals import arrival_times
 from tgis.load.workload.conversations import ConversationSource, TokenScale, Workload
 
@@ -69,18 +74,22 @@ async def serving() -> AsyncIterator[StallingServer]:
         yield server
 
 
-async def load(server: StallingServer, block_s: float = 0.0, **fields: object) -> list[AnswerRecord]:
-    """Run a loop; `block_s` is a time for which this process does nothing in the middle."""
+def make_job(target: LoadTarget, **fields: object) -> LoadJob:
     given: dict[str, object] = {"concurrency": 0, "workload": Workload(output_tokens="2"), **fields}
-    job = LoadJob(
+    return LoadJob(
         api="completions",
-        target=server.target,
+        target=target,
         scale=TokenScale(),
         first_index=0,
         step=1,
         warm_up=0,
         **given,  # type: ignore[arg-type]
     )
+
+
+async def load(server: StallingServer, block_s: float = 0.0, **fields: object) -> list[AnswerRecord]:
+    """Run a loop; `block_s` is a time for which this process does nothing in the middle."""
+    job = make_job(server.target, **fields)
     client = OpenAiClient(server.target, is_chat=False)
     run = LoadRun(job, client, ConversationSource(job.workload, job.scale))
     server.start = time.monotonic() if not server.start else server.start
@@ -213,6 +222,28 @@ async def test_a_stream_is_cancelled_in_the_middle() -> None:
     assert all(1 <= record.output_tokens < 100 for record in records)
     figures = summarize_level([RunRecord(records, [0.1], [0.0], 1.0)], None, {})
     assert (figures["cancelled"], figures["succeeded"], figures["total"]) == (4, 0, {"count": 0})
+
+
+async def test_connections_are_closed_at_the_end_of_a_job(tmp_path: Path) -> None:
+    """The process waits for its next job, in which its event loop does not run."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(context)
+    choice = {"text": "ab", "finish_reason": "length"}
+    body = json.dumps({"data": [{"id": "m"}], "choices": [choice], "usage": USAGE})
+    server = StallingServer(LoadTarget(address=""), start=1.0, body=body)
+    listener = await asyncio.start_server(server.answer, "127.0.0.1", 0, ssl=context)
+    async with listener, LoadProcesses(1) as processes:
+        port = listener.sockets[0].getsockname()[1]
+        target = LoadTarget(address=f"localhost:{port}", is_tls=True, ca_cert=str(tmp_path / "ca.pem"))
+        workload = Workload(output_tokens="2", unary_share=1.0)
+        job = make_job(target, concurrency=8, num_conversations=16, workload=workload)
+        run = await processes.run([job], lambda _: None)
+        assert {record.error for record in run.records} == {None}
+        assert server.num_connections >= 8
+        [client] = [one for one in psutil.Process().children() if MODULE in one.cmdline()]
+        assert [one for one in client.net_connections("tcp") if one.raddr and one.raddr.port == port] == []
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, 1), (2, 3), (1, 5)])

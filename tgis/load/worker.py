@@ -4,6 +4,7 @@ It serves one job after the other, until stdin ends. SIGUSR1 ends a run early: n
 
 import asyncio
 import contextlib
+import gc
 import json
 import signal
 import sys
@@ -113,6 +114,7 @@ def main() -> None:
                 runner.run(_serve(LoadJob.from_json(json.loads(line))))
             except LoadError as error:
                 _write({"error": str(error)})
+            gc.collect()  # errors of calls, whose cycles keep gRPC's connections open
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from tgis.load.records import Prompting
 
 CHUNK_BYTES = 1 << 16
 MAX_BODY_BYTES = 64 << 20
+CLOSE_TIMEOUT_S = 1.0
 EVENT = b"data:"
 LENGTHS = (b"content-length", b"transfer-encoding")
 """Headers of an answer that says where it ends."""
@@ -132,8 +133,13 @@ class HttpLinks:
         return "\r\n".join([*lines, "", ""]).encode() + body
 
     async def close(self) -> None:
+        """Close the idle connections, while the event loop still runs."""
         for link in self._idle:
             link.writer.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                closing = (link.writer.wait_closed() for link in self._idle)
+                await asyncio.gather(*closing, return_exceptions=True)
         self._idle.clear()
 
 

@@ -1,1 +1,0 @@
-"""Compiles kernels for ARM processors on other machines, and runs them in qemu."""
