@@ -69,8 +69,8 @@ def _run(target: Target, seconds: float, seed: int) -> Report:
         except (AssertionError, OSError, BenchError, grpc.RpcError) as error:
             trouble = f"{type(error).__name__}: {error}"
         finally:
-            tally = count(traffic.end(), target.breaks)
             slopes = watch.end()
+            tally = count(traffic.end(), target.breaks)
     left = target.wait_until_settled(baseline)
     restarts = target.num_losses
     exit_code = target.end()

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from integration_tests.chaos.losses import Breaks
-from integration_tests.chaos.traffic import PartyRecord
 from tgis.load.apis.channels import UNAVAILABLE
 from tgis.load.apis.http import CONNECTION
 from tgis.load.figures import SEED_FAULT, find_seed_faults
@@ -16,6 +15,17 @@ OVERLOADED = re.compile("Model is overloaded|WlmCapacityException")
 """Messages of refusals at the limit of the service; the second is LMI's."""
 # gRPC's text for a connection that ends during a call; the service's own statuses differ.
 BROKEN = re.compile("Socket closed|[Cc]onnection reset|Broken pipe|Stream removed|[Cc]onnection refused")
+
+
+@dataclass(frozen=True)
+class PartyRecord:
+    """Answers to the clients of a party."""
+
+    api: str
+    undisturbed: list[AnswerRecord]
+    records: list[AnswerRecord]
+    start: float
+    """Time of the monotonic clock from which the records count."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from bench.generator import COMPLETIONS, FMAAS, Generator, check_answers, load_processes
+from integration_tests.chaos.tally import PartyRecord
 from integration_tests.chaos.target import ADAPTER, STEADY, Target
 from integration_tests.support.greedy_answers import WORDS
 from tgis.load.job import LoadJob
@@ -54,17 +55,6 @@ def make_parties(seed: int) -> list[Party]:
         make("lmi", 1, 8),
         make("engine", 1, 8),
     ]
-
-
-@dataclass(frozen=True)
-class PartyRecord:
-    """Answers to the clients of a party."""
-
-    api: str
-    undisturbed: list[AnswerRecord]
-    records: list[AnswerRecord]
-    start: float
-    """Time of the monotonic clock from which the records count."""
 
 
 class Traffic:

@@ -156,11 +156,11 @@ class ConversationSource:
         """Return after how many tokens a client cancels the last turn; None: it does not.
 
         It is no part of the content, so that a conversation that is repeated is not always cancelled."""
-        source = random.Random(f"{self._workload.seed} cancellation {index}")
-        last = made.turns[-1]
-        if made.is_unary or last.more_texts or source.random() >= self._workload.cancel_share:
+        share, last = self._workload.cancel_share, made.turns[-1]
+        if not share or made.is_unary or last.more_texts:
             return None
-        return source.randrange(last.new_tokens)
+        source = random.Random(f"{self._workload.seed} cancellation {index}")
+        return source.randrange(last.new_tokens) if source.random() < share else None
 
     @cached_property
     def _files(self) -> list[FilePrompt]:
