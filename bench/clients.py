@@ -34,7 +34,9 @@ class Calls:
 
     def make_job(self, target: str) -> LoadJob:
         """Return the job of a run, with new prompts and a warm-up."""
-        workload = new_prompts(self.input_tokens, self.new_tokens, is_unary=self.mode == UNARY, **self.more)
+        workload = new_prompts(
+            self.input_tokens, self.new_tokens, unary_share=float(self.mode == UNARY), **self.more
+        )
         return closed_loop(
             target,
             workload,

@@ -83,13 +83,13 @@ def _seconds(answers: Sequence[AnswerRecord]) -> list[float]:
 
 def _small_requests(target: str, seconds: float) -> LoadJob:
     """Return small requests at a constant rate, so that a stall of the service counts for each of them."""
-    workload = Workload(texts=(SMALL_TEXT,), output_tokens="1", is_unary=True)
+    workload = Workload(texts=(SMALL_TEXT,), output_tokens="1", unary_share=1.0)
     return open_loop(target, workload, arrival_times("constant", SMALL_PER_S, seconds, None, seed=0))
 
 
 def _clients(target: str, seconds: float) -> LoadJob:
     """Return the job of a client that sends the text again and again."""
-    workload = Workload(texts=(TEXT,), output_tokens="1", is_unary=True)
+    workload = Workload(texts=(TEXT,), output_tokens="1", unary_share=1.0)
     job = closed_loop(target, workload, clients=1, timeout_s=TIMEOUT_S)
     return replace(job, num_conversations=None, duration_s=seconds)
 

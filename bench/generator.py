@@ -33,6 +33,10 @@ class Generator:
         except LoadError as error:
             raise BenchError(str(error)) from error
 
+    def stop(self) -> None:
+        """Let the run that another thread waits for end as soon as its open requests have ended."""
+        self._runner.get_loop().call_soon_threadsafe(self._processes.stop)
+
     def answers(self, *jobs: LoadJob, begin: Callable[[float], None] | None = None) -> list[AnswerRecord]:
         """Return the answers in the order of their conversations. Raises BenchError if one is not right."""
         records = self.run(*jobs, begin=begin).records

@@ -74,14 +74,14 @@ def _measure_round(generator: Generator, target: str) -> Round:
 
 def _fill(generator: Generator, target: str) -> list[AnswerRecord]:
     """Run as many closed-loop clients as the service admits."""
-    workload = new_prompts(INPUT_TOKENS, NEW_TOKENS, is_unary=True)
+    workload = new_prompts(INPUT_TOKENS, NEW_TOKENS, unary_share=1.0)
     job = closed_loop(target, workload, PLACES, num_conversations=None, duration_s=SATURATED_S)
     return generator.answers(job)
 
 
 def _flood(generator: Generator, target: str, rate: float) -> list[AnswerRecord]:
     """Send requests at a fixed rate, independently of the responses."""
-    workload = new_prompts(INPUT_TOKENS, NEW_TOKENS, is_unary=True)
+    workload = new_prompts(INPUT_TOKENS, NEW_TOKENS, unary_share=1.0)
     times = arrival_times("poisson", rate, OVERLOADED_S, None, seed=0)
     return generator.run(open_loop(target, workload, times, CHANNELS)).records
 

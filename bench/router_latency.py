@@ -55,7 +55,7 @@ class _Router:
     def measure(self, name: str, number: int) -> Latency:
         """Measure all routers. Raises BenchError."""
         self._tokens.is_fast = True
-        call = Workload(texts=TEXTS, output_tokens="1", is_unary=True)
+        call = Workload(texts=TEXTS, output_tokens="1", unary_share=1.0)
         job = closed_loop(self._target, call, clients=1, num_conversations=NUM_CALLS, warm_up=1)
         call_s = statistics.median(answer.total_s for answer in self._generator.answers(job))
         self._tokens.is_fast = False

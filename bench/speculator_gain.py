@@ -34,7 +34,7 @@ def run(
     """Return the tokens per second of that many clients, and the digests of the greedy texts. Raises
     BenchError."""
     workload = Workload(
-        texts=tuple(prompts), output_tokens=str(NEW_TOKENS), is_unary=True, may_end_early=True
+        texts=tuple(prompts), output_tokens=str(NEW_TOKENS), unary_share=1.0, may_end_early=True
     )
     sizes = {"num_conversations": len(prompts), "timeout_s": TIMEOUT_S}
     answers = generator.answers(closed_loop(service.target, workload, clients, **sizes))

@@ -4,7 +4,6 @@ the result.
 The exit status is 1 if a request was lost or a resource leaked."""
 
 import argparse
-import contextlib
 import sys
 import tempfile
 import time
@@ -15,19 +14,17 @@ from random import Random
 
 import grpc
 
+from bench.service import BenchError
 from integration_tests.chaos.attackers import ATTACKS
 from integration_tests.chaos.faults import FATAL, OTHERS, Fault
-from integration_tests.chaos.http_traffic import HttpCase, http_asker, make_http_cases
 from integration_tests.chaos.memory import Watch
 from integration_tests.chaos.report import Report, read_resumed
 from integration_tests.chaos.router_faults import ROUTER_FAULTS, is_possible
-from integration_tests.chaos.target import SHARDS, STEADY, Target
-from integration_tests.chaos.traffic import Answer, Case, Party, Traffic, grpc_asker, make_cases
+from integration_tests.chaos.tally import count
+from integration_tests.chaos.target import SHARDS, Target
+from integration_tests.chaos.traffic import Traffic, make_parties
 from tests.support.accounts import take_baseline
-from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
-NUM_CASES, NUM_CLIENTS = 24, 5
-NUM_HTTP_CASES, NUM_HTTP_CLIENTS = 16, 3
 # Processes that start on demand: two that compile constraints, and the second of those that
 # render chats.
 PIPES = 6
@@ -59,25 +56,21 @@ def run(directory: Path, seconds: float, seed: int, num_workers: int, log: Path 
 
 def _run(target: Target, seconds: float, seed: int) -> Report:
     random = Random(seed)
-    answers = _answers_without_faults(target, make_cases(random, NUM_CASES, STEADY))
-    http_answers = _http_answers_without_faults(target, make_http_cases(random, NUM_HTTP_CASES))
-    baseline = take_baseline(target.service.http)
-    baseline["tgi_open_descriptors"] += PIPES * target.num_workers
-    watch = Watch(target.processes)
-    parties = [
-        Party(answers, NUM_CLIENTS, grpc_asker(target.connect)),
-        Party(http_answers, NUM_HTTP_CLIENTS, http_asker(target.connect_http)),
-    ]
-    traffic = Traffic(parties, seed, target.breaks)
-    faults: Counter[str] = Counter()
-    trouble = ""
-    try:
-        _do_faults(target, random, list(answers), time.monotonic() + seconds, faults)
-    except (AssertionError, OSError, grpc.RpcError) as error:
-        trouble = f"{type(error).__name__}: {error}"
-    finally:
-        tally = traffic.end()
-        slopes = watch.end()
+    with Traffic(target, make_parties(seed)) as traffic:
+        traffic.learn()
+        baseline = take_baseline(target.service.http)
+        baseline["tgi_open_descriptors"] += PIPES * target.num_workers
+        watch = Watch(target.processes)
+        faults: Counter[str] = Counter()
+        trouble = ""
+        traffic.begin()
+        try:
+            _do_faults(target, random, time.monotonic() + seconds, faults)
+        except (AssertionError, OSError, BenchError, grpc.RpcError) as error:
+            trouble = f"{type(error).__name__}: {error}"
+        finally:
+            slopes = watch.end()
+            tally = count(traffic.end(), target.breaks)
     left = target.wait_until_settled(baseline)
     restarts = target.num_losses
     exit_code = target.end()
@@ -85,18 +78,7 @@ def _run(target: Target, seconds: float, seed: int) -> Report:
     return Report(seed, seconds, tally, faults, restarts, resumed, left, slopes, exit_code, trouble)
 
 
-def _answers_without_faults(target: Target, cases: list[Case]) -> dict[Case, Answer]:
-    with target.connect() as channel:
-        stub = GenerationServiceStub(channel)
-        return {case: case.ask(stub)[0] for case in cases}
-
-
-def _http_answers_without_faults(target: Target, cases: list[HttpCase]) -> dict[HttpCase, Answer]:
-    with contextlib.closing(target.connect_http()) as connection:
-        return {case: case.ask(connection)[0] for case in cases}
-
-
-def _do_faults(target: Target, random: Random, cases: list[Case], end: float, begun: Counter[str]) -> None:
+def _do_faults(target: Target, random: Random, end: float, begun: Counter[str]) -> None:
     """Cause the faults one after the other, each on a ready service."""
     fatal = _deal(random, FATAL)
     others = _deal(random, *([ROUTER_FAULTS] * (target.num_workers > 1)), OTHERS + ATTACKS)
@@ -108,7 +90,7 @@ def _do_faults(target: Target, random: Random, cases: list[Case], end: float, be
             f"{max(0.0, end - time.monotonic()):5.0f} s left: {fault.__name__}", file=sys.stderr, flush=True
         )
         begun[fault.__name__] += 1
-        fault(target, random, cases)
+        fault(target, random)
         target.wait_until_ready()
         time.sleep(PAUSE_S * random.random())
 

@@ -1,9 +1,10 @@
 """Counts the losses of the launcher's children that chaos causes, and the connections that break with
 them."""
 
-import threading
+import math
 import time
 from collections import defaultdict, deque
+from dataclasses import dataclass
 
 # The launcher gives up after six restarts of the shards, or of a router process, in five minutes.
 WINDOW_S, MAX_RESTARTS = 310.0, 4
@@ -26,24 +27,34 @@ class Losses:
         return len(recent) < MAX_RESTARTS
 
 
+@dataclass
+class _Window:
+    """Time, of the monotonic clock, in which a number of connections may break."""
+
+    begin: float
+    end: float = math.inf
+    num_left: int = 0
+
+
 class Breaks:
-    """Number of connections that may still break because of a lost router worker."""
+    """Connections that may break because of a lost router worker, and when."""
 
     def __init__(self) -> None:
-        self._lock, self._num_left = threading.Lock(), 0
+        self._windows: list[_Window] = []
 
     def allow(self, count: int) -> None:
-        """Allow this many more broken connections."""
-        with self._lock:
-            self._num_left += count
+        """Allow this many more broken connections from now on."""
+        if not self._windows or self._windows[-1].end < math.inf:
+            self._windows.append(_Window(time.monotonic()))
+        self._windows[-1].num_left += count
 
     def forbid(self) -> None:
-        with self._lock:
-            self._num_left = 0
+        self._windows[-1].end = time.monotonic()
 
-    def take(self) -> bool:
-        """Return whether a connection may have broken, and count it if so."""
-        with self._lock:
-            is_allowed = self._num_left > 0
-            self._num_left -= is_allowed
-            return is_allowed
+    def take(self, at: float) -> bool:
+        """Return whether a connection may have broken at that time, and count it if so."""
+        for window in self._windows:
+            if window.begin <= at <= window.end and window.num_left:
+                window.num_left -= 1
+                return True
+        return False

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from integration_tests.chaos.traffic import Tally
+from integration_tests.chaos.tally import Tally
 
 SHOWN = 5  # losses
 
@@ -38,7 +38,8 @@ class Report:
         slopes = ", ".join(f"{name} {value * 60 / 1e6:+.2f}" for name, value in self.slopes.items())
         left = ", ".join(f"{name} {value:+g}" for name, value in sorted(self.left.items()))
         broken = f", {tally.broken} ended with their router worker" * bool(tally.broken)
-        counts = f"{tally.sent} sent, {tally.answered} answered, {tally.refused} refused by overload{broken}"
+        ends = f"{tally.answered} answered, {tally.cancelled} cancelled, {tally.refused} refused by overload"
+        counts = f"{tally.sent} sent, {ends}{broken}"
         lines = [
             f"chaos with seed {self.seed}, {self.seconds:.0f} s of faults",
             f"requests: {counts}, {len(tally.lost)} lost, {len(tally.wrong)} answered wrongly",

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from random import Random
 
 from integration_tests.chaos.target import ENGINE, Target
-from integration_tests.chaos.traffic import Case
 from tests.support.connections import count_connections, find_waiting
 
 RESTART_S = 60.0
@@ -16,19 +15,19 @@ NOTICE_S = 1.0  # until all clients of a lost worker have noticed
 POLL_S = 0.01  # so that few connections are made to a hung worker
 
 
-def kill_router_worker(target: Target, random: Random, cases: list[Case]) -> None:
+def kill_router_worker(target: Target, random: Random) -> None:
     _lose_worker(target, random, signal.SIGKILL)
 
 
-def hang_router_worker(target: Target, random: Random, cases: list[Case]) -> None:
+def hang_router_worker(target: Target, random: Random) -> None:
     _lose_worker(target, random, signal.SIGSTOP)
 
 
-def kill_engine_process(target: Target, random: Random, cases: list[Case]) -> None:
+def kill_engine_process(target: Target, random: Random) -> None:
     _lose(target, ENGINE, signal.SIGKILL, lambda: None)
 
 
-def hang_engine_process(target: Target, random: Random, cases: list[Case]) -> None:
+def hang_engine_process(target: Target, random: Random) -> None:
     _lose(target, ENGINE, signal.SIGSTOP, lambda: None)
 
 
@@ -36,7 +35,7 @@ ENGINE_FAULTS = (kill_engine_process, hang_engine_process)
 ROUTER_FAULTS = (kill_router_worker, hang_router_worker, *ENGINE_FAULTS)
 
 
-def is_possible(fault: Callable[[Target, Random, list[Case]], None], target: Target) -> bool:
+def is_possible(fault: Callable[[Target, Random], None], target: Target) -> bool:
     """Return whether the fault can be caused without the launcher giving up."""
     if fault not in ROUTER_FAULTS:
         return True

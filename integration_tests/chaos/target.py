@@ -1,6 +1,7 @@
 """The service under test: two ranks, mutual TLS with certificates behind links that can be swapped, a store
 of soft prompts, and failpoints that end some of its starts."""
 
+import contextlib
 import http.client
 import socket
 import ssl
@@ -8,34 +9,43 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import trustme
 
+from bench.generator import Generator, closed_loop, load_processes
 from bench.service import free_ports
-from integration_tests.chaos.http_traffic import TEMPLATE
 from integration_tests.chaos.losses import Breaks, Losses
 from integration_tests.chaos.tls_proxy import TlsProxy
-from integration_tests.chaos.traffic import TIMEOUT_S
 from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH, VOCAB_SIZE
 from integration_tests.support.router_workers import number_of_worker
 from integration_tests.support.service import launch
-from integration_tests.support.tuned_files import WIDTH
+from integration_tests.support.tuned_files import LINEAR, WIDTH, write_adapter
 from tests.support.accounts import differences, scrape
 from tests.support.connections import OWN_CONNECTION
 from tests.support.processes import children_of
 from tests.support.prompt_files import random_prompt, save_prompt
 from tests.support.shard.checkpoints import write_llama
 from tests.support.tokenizers.trained import write_byte_level
+from tgis.load.apis.catalogue import HTTP_APIS
+from tgis.load.apis.interface import LoadTarget
+from tgis.load.job import LoadJob
+from tgis.load.records import AnswerRecord
+from tgis.load.workload.conversations import Workload
 
+TIMEOUT_S = 120.0
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 MAX_REQUESTS = 32
 SLOW_READER_S = 4.0
 SHARDS, ENGINE = "shards", "engine"  # names of losses
 STEADY, CHANGING = "steady", "changing"  # prompts: one that never changes, one that does
-# Failpoints at one start of the group each, at random times.
+ADAPTER = "sql"
+NUM_LOAD_PROCESSES = 5  # of faults
+# Failpoints at one start of the group each, at random times: the first after the answers without faults.
 FAILPOINTS = (
-    "shard.before_answer[epoch=1]=garbage@1500",
+    "shard.before_answer[epoch=1]=garbage@2000",
     "shard.before_forward[epoch=2;rank=1]=raise@1500",
     "shard.before_forward[epoch=4;rank=0]=oom@1500",
     "shard.after_answer[epoch=6;rank=1]=kill@1500",
@@ -55,6 +65,7 @@ class Target:
         write_llama(self.model, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_SEQUENCE_LENGTH)
         write_byte_level(self.model, 400)
         self.set_prompt(STEADY, seed=1)
+        write_adapter(self.store / ADAPTER, self.model, 3, LINEAR)
         self._authority = trustme.CA()
         identity = self._authority.issue_cert("client@example.com")
         self._key, self._chain = identity.private_key_pem.bytes(), identity.cert_chain_pems[0].bytes()
@@ -71,11 +82,14 @@ class Target:
         self._num_losses_noted = 0
         self._http_context = self.tls_context("http/1.1")  # once, for files that other threads may write
         self.proxy = TlsProxy(self.address, self.tls_context())
+        self._stack = contextlib.ExitStack()
+        self._generator: Generator = self._stack.enter_context(load_processes(NUM_LOAD_PROCESSES))
 
     def _flags(self) -> list[str]:
         files = {"tls-cert-path": "cert", "tls-key-path": "key", "tls-client-ca-cert-path": "ca"}
         tls = [part for flag, name in files.items() for part in (f"--{flag}", str(self._tls / f"{name}.pem"))]
         limits = ["--max-concurrent-requests", str(MAX_REQUESTS), "--prefix-store-path", str(self.store)]
+        limits += ["--adapter-cache", str(self.store), "--grpc-api", "fmaas,vllm-engine"]
         limits += ["--slow-reader-timeout", str(SLOW_READER_S), "--failpoints", ",".join(FAILPOINTS)]
         api = ["--http-api", "tgi,lmi,openai", "--http-api-port", str(self.api_port)]
         limits += [*api, "--chat-template", str(self._template), "--router-workers", str(self.num_workers)]
@@ -83,6 +97,7 @@ class Target:
 
     def end(self) -> int:
         """Stop the service, and return its exit code."""
+        self._stack.close()
         self.proxy.close()
         return self.service.end()
 
@@ -100,6 +115,25 @@ class Target:
         return http.client.HTTPSConnection(
             "localhost", self.api_port, timeout=TIMEOUT_S, context=self._http_context
         )
+
+    def make_job(self, api: str, workload: Workload, clients: int) -> LoadJob:
+        """Return the job of clients of an API, with a connection each, that send one request each."""
+        files = self.write_client_files()
+        port = self.api_port if api in HTTP_APIS else self.service.grpc_port
+        target = LoadTarget(
+            address=f"localhost:{port}",
+            is_tls=True,
+            ca_cert=str(files / "ca.pem"),
+            cert=str(files / "chain.pem"),
+            key=str(files / "key.pem"),
+            num_channels=clients,
+        )
+        job = closed_loop(target.address, workload, clients, api=api, timeout_s=TIMEOUT_S)
+        return replace(job, target=target)
+
+    def load(self, *jobs: LoadJob) -> list[AnswerRecord]:
+        """Send requests for a fault, of a load process per job. Raises BenchError."""
+        return self._generator.run(*jobs).records
 
     def tls_context(self, protocol: str = "h2") -> ssl.SSLContext:
         """Return the credentials of an authorized client."""

@@ -70,7 +70,7 @@ def test_every_api(api: str, router: Setup, tmp_path: Path) -> None:
 def test_sampled_texts_streamed_and_whole(api: str, router: Setup, tmp_path: Path) -> None:
     flags = ("--concurrency", "3", "--temperature", "1", "--top-k", "40", "--top-p", "0.9")
     flags += ("--seed", "3", "--requests", "6", "--repeat-share", "0.1")
-    streamed, whole = (run(router, tmp_path, api, *flags, *more) for more in ((), ("--unary",)))
+    streamed, whole = (run(router, tmp_path, api, *flags, *more) for more in ((), ("--unary-share", "1")))
     for report in (streamed, whole):
         [level] = report["levels"]
         assert (level["errors"], level["faults"], level["succeeded"]) == ({}, {}, 6)
@@ -83,6 +83,27 @@ def test_sampled_texts_streamed_and_whole(api: str, router: Setup, tmp_path: Pat
 def test_prompts_are_cut_to_exactly_the_length(api: str, router: Setup, tmp_path: Path) -> None:
     report = run(router, tmp_path, api, "--exact-input", "--input-tokens", "33")
     assert report["levels"][0]["input_tokens"] == 33
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["fmaas", "completions"])
+def test_calls_of_several_prompts(api: str, router: Setup, tmp_path: Path) -> None:
+    flags = ("--batch", "3", "--unary-share", "0.5", "--distinct", "4", "--concurrency", "2")
+    report = run(router, tmp_path, api, *flags, "--input-tokens", "20", "--repetition-penalty", "1.2")
+    [level] = report["levels"]
+    assert (level["errors"], level["faults"], level["succeeded"]) == ({}, {}, 12)
+    assert level["output_tokens"] == 15
+    assert 54 <= level["input_tokens"] <= 66
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["fmaas", "completions", "chat", "tgi", "lmi", "engine"])
+def test_cancelled_streams(api: str, router: Setup, tmp_path: Path) -> None:
+    flags = ("--cancel-share", "0.5", "--output-tokens", "50", "--calls-per-connection", "2")
+    [level] = run(router, tmp_path, api, *flags, "--concurrency", "3")["levels"]
+    assert (level["errors"], level["faults"]) == ({}, {})
+    assert 0 < level["cancelled"] < 12
+    assert level["cancelled"] + level["succeeded"] == 12
 
 
 @pytest.mark.slow

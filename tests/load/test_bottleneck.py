@@ -22,8 +22,11 @@ MODELS = b'HTTP/1.1 200 OK\r\ncontent-length: 22\r\n\r\n{"data":[{"id": "m"}]}'
 @asynccontextmanager
 async def streaming(num_tokens: int, pause_s: float) -> AsyncIterator[str]:
     """Serve streams of events, which have a pause after each, or follow each other at once."""
-    usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": num_tokens}}
-    end = f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode()
+    last = {
+        "choices": [{"text": "", "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": num_tokens},
+    }
+    end = f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

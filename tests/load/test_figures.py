@@ -7,7 +7,7 @@ import pytest
 from tgis.load.errors import LoadError
 from tgis.load.figures import (
     SEED_FAULT,
-    count_seed_faults,
+    find_seed_faults,
     is_good,
     parse_objectives,
     summarize_level,
@@ -93,7 +93,11 @@ def test_repeated_seeds_must_give_the_same_text() -> None:
 
     same = [record(0, "a"), record(1, "a", 0)]
     other = [record(2, "b"), record(3, "c", 2), record(9, "d", 8)]
-    assert count_seed_faults([*same, *other]) == 1
+    assert find_seed_faults([*same, *other]) == [other[1]]
+    more = [record(5, "a", 0), record(7, "c", 0), record(11, "e", 8)]
+    assert find_seed_faults([*same, *other, *more]) == [other[1], more[1], more[2]]
+    lost = [replace(one, error="timeout") for one in more]
+    assert find_seed_faults([*same, *lost]) == []
     assert summarize_level([run(*same, *other)], None, {})["faults"] == {SEED_FAULT: 1}
 
 

@@ -5,6 +5,7 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,6 +116,44 @@ def test_repeats_have_the_content_and_seed_of_the_one_before(share: float) -> No
         before = made[one.index - 1]
         assert (one.repeats, one.turns, one.seed) == (before.index, before.turns, before.seed)
         assert before.repeats is None
+
+
+def test_distinct_conversations_repeat_in_turn() -> None:
+    made = make(50, num_distinct=7, cancel_share=0.5)
+    for one in made[7:]:
+        before = made[one.index % 7]
+        assert (one.repeats, one.turns, one.seed) == (before.index, before.turns, before.seed)
+    assert [one.repeats for one in made[:7]] == [None] * 7
+    assert len({one.turns for one in made}) == 7
+    are_whole = {one.cancel_after is None for one in made[::7]}
+    assert are_whole == {True, False}, "a cancellation belongs to a request, not to its content"
+
+
+def test_calls_of_several_prompts_whole_answers_and_cancellations() -> None:
+    shares: dict[str, Any] = {"unary_share": 0.5, "sampled_share": 0.25, "cancel_share": 0.5}
+    made = make(2000, input_tokens="9", batch="1:0.5,3:0.5", **shares)
+    sizes = Counter(1 + len(one.turns[0].more_texts) for one in made)
+    assert sizes[1] / 2000 == pytest.approx(0.5, abs=0.04)
+    assert set(sizes) == {1, 3}
+    assert len({text for one in made for text in (one.turns[0].text, *one.turns[0].more_texts)}) > 3000
+    assert sum(one.is_unary for one in made) / 2000 == pytest.approx(0.5, abs=0.04)
+    assert sum(one.is_sampled for one in made) / 2000 == pytest.approx(0.25, abs=0.04)
+    cancelled = [one for one in made if one.cancel_after is not None]
+    assert len(cancelled) / 2000 == pytest.approx(0.5**3, abs=0.03)
+    assert not any(one.is_unary or one.turns[0].more_texts for one in cancelled)
+    assert {one.cancel_after for one in cancelled} < set(range(64))
+    assert len({one.cancel_after for one in cancelled}) > 32
+
+
+def test_further_prompts_of_a_call_are_made_like_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": text}) for text in "abc"))
+    for fields in ({"texts": ("a", "b", "c")}, {"prompt_file": str(path)}):
+        made = make(3, batch="2", **fields)
+        texts = ["".join((one.turns[0].text, *one.turns[0].more_texts)) for one in made]
+        assert texts == ["ab", "bc", "ca"]
+    [one] = make(1, batch="3", cuts_prompts=True, input_tokens="10-20")
+    assert {len(text.split()) for text in one.turns[0].more_texts} == {one.turns[0].max_input_tokens}
 
 
 def test_files_of_json_lines(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ class BenchPlan:
     """Half width of the 95 % interval of the rates, as a share, at which repeats end; None: never."""
     num_processes: int = 1
     timeout_s: float = 600.0
+    error_pause_s: float = 0.0
+    """Closed loops: time for which a client waits after a failure."""
     objectives: dict[str, float] = field(default_factory=dict)
 
 
@@ -175,7 +177,8 @@ class Campaign:
             num_conversations=plan.num_requests,
             duration_s=plan.duration_s,
             timeout_s=plan.timeout_s,
-            keeps_texts=plan.workload.repeat_share > 0,
+            error_pause_s=plan.error_pause_s,
+            keeps_texts=plan.workload.repeat_share > 0 or plan.workload.num_distinct > 0,
         )
 
     def _split(self, level: Level) -> list[LoadJob]:

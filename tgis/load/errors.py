@@ -8,8 +8,13 @@ class LoadError(OperatorError):
 
 
 class AnswerError(Exception):
-    """Failure of one request; `kind` is what the report counts."""
+    """Failure of one request; `kind` is what the report counts, `message` the service's own text."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(kind)
         self.kind = kind
+        self.message = message
+
+
+class CancellationError(Exception):
+    """Raised while an answer is received, so that the client cancels the request."""

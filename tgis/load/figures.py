@@ -42,7 +42,7 @@ def is_good(record: AnswerRecord, objectives: Mapping[str, float]) -> bool:
     """Return True if a request succeeded and met all objectives.
 
     An answer of one token has no time between tokens, and meets any limit on it."""
-    if record.error is not None:
+    if not record.is_complete:
         return False
     values = ((OBJECTIVES[name](record), limit) for name, limit in objectives.items())
     return all(value is None or value <= limit for value, limit in values)
@@ -52,7 +52,7 @@ def measure_rates(
     records: Sequence[AnswerRecord], window_s: float, objectives: Mapping[str, float]
 ) -> Figures:
     """Return what was finished per second in the window from the start of the run."""
-    ended = [record for record in records if record.error is None and record.ended <= window_s]
+    ended = [record for record in records if record.is_complete and record.ended <= window_s]
     num_tokens = sum(_tokens_until(record, window_s) for record in records)
     good = [record for record in ended if is_good(record, objectives)]
     return {
@@ -77,7 +77,7 @@ def window_of(run: RunRecord, duration_s: float | None) -> float:
 
 def latencies(records: Iterable[AnswerRecord]) -> dict[str, list[float]]:
     """Return the values of each latency: per request, and between messages for `itl`."""
-    answered = [record for record in records if record.error is None]
+    answered = [record for record in records if record.is_complete]
     return {
         "ttft": [record.first_token_s for record in answered if record.first_token_s is not None],
         "itl": [gap for record in answered for gap in _gaps(record)],
@@ -90,15 +90,11 @@ def _gaps(record: AnswerRecord) -> Iterable[float]:
     return (after - before for before, after in pairwise(record.arrivals))
 
 
-def count_seed_faults(records: Sequence[AnswerRecord]) -> int:
-    """Count the answers that differ from the one of the same content and seed."""
-    digests = {(record.index, record.turn): record.digest for record in records if record.error is None}
-    pairs = (
-        (record.digest, digests.get((record.repeats, record.turn)))
-        for record in records
-        if record.repeats is not None and record.error is None
-    )
-    return sum(own != other for own, other in pairs if other is not None)
+def find_seed_faults(records: Sequence[AnswerRecord]) -> list[AnswerRecord]:
+    """Return the answers that differ from the first one with the same content and seed."""
+    first: dict[tuple[int, int], str] = {}
+    compared = (record for record in records if record.is_complete and record.digest is not None)
+    return [one for one in compared if first.setdefault(one.content, one.digest or "") != one.digest]
 
 
 def summarize_level(
@@ -122,9 +118,9 @@ def summarize_level(
 
 
 def _count(records: Sequence[AnswerRecord], objectives: Mapping[str, float]) -> Figures:
-    answered = [record for record in records if record.error is None]
+    answered = [record for record in records if record.is_complete]
     faults = Counter(fault for record in answered for fault in record.faults)
-    if num_seed_faults := count_seed_faults(records):
+    if num_seed_faults := len(find_seed_faults(records)):
         faults[SEED_FAULT] = num_seed_faults
     cached = [record.cached_tokens for record in answered if record.cached_tokens is not None]
     num_inputs = sum(record.input_tokens for record in answered if record.cached_tokens is not None)
@@ -132,7 +128,9 @@ def _count(records: Sequence[AnswerRecord], objectives: Mapping[str, float]) -> 
         "requests": len(records),
         "succeeded": len(answered),
         "good_share": sum(is_good(one, objectives) for one in records) / len(records) if records else 0.0,
+        "cancelled": sum(record.is_cancelled for record in records),
         "errors": dict(Counter(record.error for record in records if record.error is not None)),
+        "messages": {record.error: record.message for record in reversed(records) if record.message},
         "faults": dict(faults),
         "input_tokens": mean([one.input_tokens for one in answered]) if answered else 0.0,
         "output_tokens": mean([one.output_tokens for one in answered]) if answered else 0.0,

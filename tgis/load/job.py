@@ -30,8 +30,10 @@ class LoadJob:
     schedule: tuple[float, ...] = ()
     """Open loop: intended send times."""
     timeout_s: float = 600.0
+    error_pause_s: float = 0.0
+    """Closed loop: time for which a client waits after a failure."""
     keeps_texts: bool = False
-    """True to keep digests of the texts."""
+    """True to keep digests of the answers."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

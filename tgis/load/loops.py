@@ -2,19 +2,24 @@
 sends at given times whatever the service does."""
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from itertools import count
 
+from tgis.load.answer_checks import find_faults, find_unexpected_end
 from tgis.load.apis.interface import ApiClient
-from tgis.load.errors import AnswerError
+from tgis.load.errors import AnswerError, CancellationError
 from tgis.load.job import LoadJob
-from tgis.load.records import AnswerReceiver, AnswerRecord, ChatTurn, Prompting, RunClock
-from tgis.load.workload.constraints import follows
+from tgis.load.records import (
+    MESSAGE_LENGTH,
+    AnswerReceiver,
+    AnswerRecord,
+    ChatTurn,
+    Prompting,
+    RunClock,
+)
 from tgis.load.workload.conversations import Conversation, ConversationSource, Turn
 
 TIMEOUT = "timeout"
-LENGTH, CONSTRAINT = "wrong length", "constraint violated"
 WARM_UP_INDEX = 1 << 48
 """Numbers of the conversations of warm-ups, apart from those of runs."""
 
@@ -28,6 +33,11 @@ class LoadRun:
         self._source = source
         self.records: list[AnswerRecord] = []
         self.num_open = 0
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Send nothing further, and end the run when the open requests have ended."""
+        self._is_stopped = True
 
     async def warm_up(self) -> None:
         """Send conversations before the run. Their failures show again in the run."""
@@ -49,33 +59,40 @@ class LoadRun:
             for number, intended in enumerate(self._job.schedule):
                 conversation = self._make(number)  # before the wait, so that the call is not late
                 await _wait_until(intended, clock)
+                if self._is_stopped:
+                    return
                 calls.create_task(self._converse(conversation, intended, clock))
 
     async def _run_client(self, numbers: "count[int]", clock: RunClock) -> None:
         job = self._job
-        while job.duration_s is None or clock() < job.duration_s:
+        while not self._is_stopped and (job.duration_s is None or clock() < job.duration_s):
             number = next(numbers)
             if job.num_conversations is not None and number >= job.num_conversations:
                 return
-            await self._converse(self._make(number), None, clock)
+            if not await self._converse(self._make(number), None, clock):
+                await asyncio.sleep(job.error_pause_s)
 
     def _make(self, number: int) -> Conversation:
         return self._source.make(self._job.first_index + number * self._job.step)
 
-    async def _converse(self, conversation: Conversation, intended: float | None, clock: RunClock) -> None:
-        """Send the turns one after the other. Only the first can have an intended time."""
+    async def _converse(self, conversation: Conversation, intended: float | None, clock: RunClock) -> bool:
+        """Send the turns one after the other, and return False if one failed. Only the first can have an
+        intended time."""
         turns: list[ChatTurn] = []
         for number, turn in enumerate(conversation.turns):
             turns.append(ChatTurn("user", turn.text))
             prompting = self._prompting(conversation, turn, tuple(turns))
             now = clock()
             due = intended if intended is not None and number == 0 else now
-            record = AnswerRecord(conversation.index, number, due, now, turn.new_tokens)
+            record = AnswerRecord(conversation.index, number, due, now, prompting.wanted_tokens)
             record.repeats = conversation.repeats
-            text = await self._send(prompting, record, clock)
+            is_last = number + 1 == len(conversation.turns)
+            cancel_after = conversation.cancel_after if is_last else None
+            text = await self._send(prompting, AnswerReceiver(record, clock, cancel_after), clock)
             if record.error is not None:
-                return
+                return False
             turns.append(ChatTurn("assistant", text))
+        return True
 
     def _prompting(self, conversation: Conversation, turn: Turn, turns: tuple[ChatTurn, ...]) -> Prompting:
         workload = self._job.workload
@@ -84,35 +101,40 @@ class LoadRun:
             new_tokens=turn.new_tokens,
             is_exact=not workload.may_end_early and conversation.rule is None,
             seed=conversation.seed,
-            is_stream=not workload.is_unary,
+            more_texts=turn.more_texts,
+            is_stream=not conversation.is_unary,
             max_input_tokens=turn.max_input_tokens,
             counts_input=workload.counts_inputs,
             has_token_details=workload.has_token_details,
-            temperature=workload.temperature,
+            temperature=workload.temperature if conversation.is_sampled else None,
             top_k=workload.top_k,
             top_p=workload.top_p,
+            repetition_penalty=workload.repetition_penalty,
             rule=conversation.rule,
             adapter_id=conversation.adapter_id,
             soft_prompt_id=conversation.soft_prompt_id,
         )
 
-    async def _send(self, prompting: Prompting, record: AnswerRecord, clock: Callable[[], float]) -> str:
+    async def _send(self, prompting: Prompting, receiver: AnswerReceiver, clock: Callable[[], float]) -> str:
         """Send a request, record and check its answer, and return the text."""
-        receiver = AnswerReceiver(record, clock)
+        record = receiver.record
         self.num_open += 1
         try:
             async with asyncio.timeout(self._job.timeout_s):
                 await self._client.send(prompting, receiver)
+            record.error = find_unexpected_end(prompting, receiver)
         except TimeoutError:
             record.error = TIMEOUT
         except AnswerError as error:
-            record.error = error.kind
+            record.error, record.message = error.kind, error.message[:MESSAGE_LENGTH]
+        except CancellationError:
+            record.is_cancelled = True
         self.num_open -= 1
         record.ended = clock()
-        if record.error is None:
-            record.faults = find_faults(prompting, record, receiver.text)
+        if record.is_complete:
+            record.faults = find_faults(prompting, receiver)
             if self._job.keeps_texts:
-                record.digest = hashlib.sha256(receiver.text.encode()).hexdigest()[:16]
+                record.digest = receiver.digest()
         self.records.append(record)
         return receiver.text
 
@@ -123,15 +145,3 @@ async def _wait_until(due: float, clock: RunClock) -> None:
     while left > 0:
         await asyncio.sleep(left)
         left = due - clock()
-
-
-def find_faults(prompting: Prompting, record: AnswerRecord, text: str) -> list[str]:
-    """Return the kinds of checks that an answer fails."""
-    faults = []
-    is_full = record.output_tokens == prompting.new_tokens
-    if record.output_tokens > prompting.new_tokens or (prompting.is_exact and not is_full):
-        faults.append(LENGTH)
-    # A text that has reached its maximum may have been cut.
-    if prompting.rule is not None and not is_full and not follows(prompting.rule, text):
-        faults.append(CONSTRAINT)
-    return faults

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -54,6 +55,12 @@ class LoadProcesses:
             if process.returncode is None:
                 process.kill()
             await process.wait()
+
+    def stop(self) -> None:
+        """Let the current run end as soon as its open requests have ended."""
+        for process in self._processes:
+            if process.returncode is None:
+                process.send_signal(signal.SIGUSR1)
 
     async def run(
         self, jobs: Sequence[LoadJob], listen: Listener, begin: Callable[[float], None] | None = None

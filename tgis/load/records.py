@@ -1,11 +1,16 @@
 """Defines a request as it is sent, and the record of its answer."""
 
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tgis.load.errors import CancellationError
 from tgis.load.workload.constraints import TextRule
+
+MESSAGE_LENGTH = 300
 
 
 class ChatTurn(NamedTuple):
@@ -22,6 +27,8 @@ class Prompting:
     is_exact: bool
     """True to generate exactly this number of tokens, whatever the model predicts."""
     seed: int
+    more_texts: tuple[str, ...] = ()
+    """Further prompts of the same call, each with its own answer."""
     is_stream: bool = True
     """False to ask for the whole answer in one message."""
     max_input_tokens: int | None = None
@@ -34,6 +41,7 @@ class Prompting:
     """None: greedy."""
     top_k: int | None = None
     top_p: float | None = None
+    repetition_penalty: float | None = None
     rule: TextRule | None = None
     adapter_id: str | None = None
     soft_prompt_id: str | None = None
@@ -42,6 +50,16 @@ class Prompting:
     def text(self) -> str:
         """Return the turns as one text, for APIs without chats."""
         return "\n".join(turn.text for turn in self.turns)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return the prompts of the call."""
+        return (self.text, *self.more_texts)
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Return the maximum number of tokens of all answers together."""
+        return self.new_tokens * (1 + len(self.more_texts))
 
 
 @dataclass
@@ -66,11 +84,25 @@ class AnswerRecord:
     """Time of the first message, which may have no token."""
     error: str | None = None
     """Kind of the failure."""
+    message: str = ""
+    """What the service said about the failure."""
+    is_cancelled: bool = False
+    """True if the client cancelled the request in the middle."""
     faults: list[str] = field(default_factory=list)
     """Kinds of checks that the answer has failed."""
     digest: str | None = None
-    """Digest of the text, if another request must have the same one."""
+    """Digest of the answer, if another request must have the same one."""
     repeats: int | None = None
+    """Number of the conversation whose content this one has, if it is another one's."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.error is None and not self.is_cancelled
+
+    @property
+    def content(self) -> tuple[int, int]:
+        """Return what is the same for requests that must have the same answer."""
+        return (self.index if self.repeats is None else self.repeats, self.turn)
 
     @property
     def output_tokens(self) -> int:
@@ -103,24 +135,48 @@ class RunClock:
 
 
 class AnswerReceiver:
-    """Takes what an API's client receives for one request."""
+    """Takes what an API's client receives for one request.
 
-    def __init__(self, record: AnswerRecord, clock: Callable[[], float]) -> None:
+    Raises CancellationError in its methods when `cancel_after` tokens have arrived."""
+
+    def __init__(
+        self, record: AnswerRecord, clock: Callable[[], float], cancel_after: int | None = None
+    ) -> None:
         self.record = record
+        self.ends: dict[int, str] = {}
+        """Reasons why the texts ended, in the API's words, by the number of the prompt."""
         self._clock = clock
-        self._texts: list[str] = []
+        self._cancel_after = cancel_after
+        self._texts: dict[int, list[str]] = {}
 
     @property
     def text(self) -> str:
-        return "".join(self._texts)
+        """Return the text for the first prompt."""
+        return self.text_of(0)
+
+    def text_of(self, number: int) -> str:
+        return "".join(self._texts.get(number, ()))
+
+    def digest(self) -> str:
+        """Return the digest of texts, lengths and stop reasons."""
+        texts = [self.text_of(number) for number in sorted(self._texts)]
+        answer = json.dumps([texts, self.record.output_tokens, sorted(self.ends.items())])
+        return hashlib.sha256(answer.encode()).hexdigest()[:16]
 
     def accept(self) -> None:
         """Take a message that has no token."""
         if self.record.accepted is None:
             self.record.accepted = self._clock()
+        self._check_cancellation()
 
-    def add_text(self, text: str) -> None:
-        self._texts.append(text)
+    def add_text(self, text: str, number: int = 0) -> None:
+        """Take a part of the text for a prompt of the call."""
+        self._texts.setdefault(number, []).append(text)
+
+    def end(self, reason: str | None, number: int = 0) -> None:
+        """Take the reason why a text ended, in the API's words; None: it has not ended."""
+        if reason is not None:
+            self.ends[number] = reason
 
     def count_tokens(self, num_generated: int) -> None:
         """Take the number of tokens generated so far."""
@@ -130,6 +186,11 @@ class AnswerReceiver:
             record.accepted = record.accepted or now
             record.arrivals.append(now)
             record.counts.append(num_generated)
+            self._check_cancellation()
+
+    def _check_cancellation(self) -> None:
+        if self._cancel_after is not None and self.record.output_tokens >= self._cancel_after:
+            raise CancellationError
 
     def add_tokens(self, num_tokens: int) -> None:
         """Take the number of tokens of one message."""

@@ -1,10 +1,12 @@
 """Load process: reads a job and the start of its run from stdin as JSON lines, and writes records to stdout.
 
-It serves one job after the other, until stdin ends."""
+It serves one job after the other, until stdin ends. SIGUSR1 ends a run early: nothing further is sent."""
 
 import asyncio
 import contextlib
+import gc
 import json
+import signal
 import sys
 import time
 from collections.abc import Awaitable
@@ -58,6 +60,7 @@ async def _serve(job: LoadJob) -> None:
     client = APIS[job.api](job.target)
     try:
         run = LoadRun(job, client, ConversationSource(job.workload, job.scale))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, run.stop)
         try:
             await client.open()
         except AnswerError as error:
@@ -104,12 +107,14 @@ def _write(fields: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a run
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while line := sys.stdin.readline():
             try:
                 runner.run(_serve(LoadJob.from_json(json.loads(line))))
             except LoadError as error:
                 _write({"error": str(error)})
+            gc.collect()  # errors of calls, whose cycles keep gRPC's connections open
 
 
 if __name__ == "__main__":

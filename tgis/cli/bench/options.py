@@ -34,6 +34,12 @@ class BenchPlace:
         env="TGIS_TOKEN",
     )
     timeout: float = option("Maximum duration of a request, in seconds.", 600.0, env=False, minimum=0.001)
+    calls_per_connection: int | None = option(
+        "Number of calls after which a connection is replaced by a new one; unset: connections are kept.",
+        None,
+        env=False,
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,9 @@ class BenchLoad:
         minimum=0.001,
     )
     max_repeats: int = option("Maximum number of runs of a load with --precision.", 10, env=False, minimum=2)
+    error_pause: float = option(
+        "Closed loops: seconds for which a client waits after a failure.", 0.0, env=False, minimum=0
+    )
     processes: int = option("Number of load processes.", 1, env=False, minimum=1, maximum=256)
 
 
@@ -100,6 +109,11 @@ class BenchPrompts:
     )
     prompts: str | None = option(
         "File of prompts, JSON lines or ShareGPT's JSON; unset: random words.", None, env=False
+    )
+    batch: str = option(
+        f"Number of prompts of a call: {FORMS}. Only fmaas, whose answers are whole then, and completions.",
+        "1",
+        env=False,
     )
     shared_prefix: int = option(
         "Number of tokens with which prompts begin that others begin with, too.", 0, env=False, minimum=0
@@ -139,11 +153,41 @@ class BenchPrompts:
         minimum=0.001,
         maximum=1,
     )
-    unary: bool = option("Ask for whole answers instead of streams.", False, env=False)
+    sampled_share: float = option(
+        "Share of conversations that are sampled with --temperature; the others are greedy.",
+        1.0,
+        env=False,
+        minimum=0,
+        maximum=1,
+    )
+    repetition_penalty: float | None = option(
+        "Penalty of tokens that have already occurred; unset: none.", None, env=False, minimum=0.001
+    )
+    unary_share: float = option(
+        "Share of conversations that ask for whole answers instead of streams.",
+        0.0,
+        env=False,
+        minimum=0,
+        maximum=1,
+    )
+    cancel_share: float = option(
+        "Share of conversations whose client cancels the last stream in the middle.",
+        0.0,
+        env=False,
+        minimum=0,
+        maximum=1,
+    )
     token_details: bool = option(
         "Ask for details of every token; then tokens without text have messages, too. Only fmaas.",
         False,
         env=False,
+    )
+    distinct: int = option(
+        "Number of different conversations, which repeat in turn; their texts must be the same; 0: all are "
+        "different.",
+        0,
+        env=False,
+        minimum=0,
     )
     repeat_share: float = option(
         "Share of conversations that repeat another with its seed; their texts must be the same.",

@@ -39,6 +39,7 @@ def make_plan(place: BenchPlace, load: BenchLoad, prompts: BenchPrompts, output:
         precision=load.precision,
         num_processes=load.processes,
         timeout_s=place.timeout,
+        error_pause_s=load.error_pause,
         objectives=parse_objectives(output.slo),
     )
 
@@ -55,6 +56,7 @@ def make_endpoint(place: BenchPlace, concurrency: int) -> Endpoint:
         token=place.token,
         model=place.model,
         num_channels=min(concurrency, MAX_CHANNELS),
+        calls_per_connection=place.calls_per_connection,
     )
     return choose_api(place.target, place.api, credentials)
 
@@ -91,7 +93,7 @@ def _numbers(text: str | None, flag: str) -> list[float]:
 
 def make_workload(prompts: BenchPrompts, api: str) -> Workload:
     _check_prompts(prompts)
-    for text in (prompts.input_tokens, prompts.output_tokens):
+    for text in (prompts.input_tokens, prompts.output_tokens, prompts.batch):
         parse_lengths(text)
     workload = Workload(
         seed=prompts.seed,
@@ -107,11 +109,16 @@ def make_workload(prompts: BenchPrompts, api: str) -> Workload:
         soft_prompt_ids=_ids(prompts.soft_prompts),
         soft_prompt_share=prompts.soft_prompt_share,
         constraints=parse_shares(prompts.constraints),
+        num_distinct=prompts.distinct,
         repeat_share=prompts.repeat_share,
         temperature=prompts.temperature,
+        sampled_share=prompts.sampled_share,
         top_k=prompts.top_k,
         top_p=prompts.top_p,
-        is_unary=prompts.unary,
+        repetition_penalty=prompts.repetition_penalty,
+        batch=prompts.batch,
+        unary_share=prompts.unary_share,
+        cancel_share=prompts.cancel_share,
         has_token_details=prompts.token_details,
         may_end_early=prompts.may_end_early or api in WITHOUT_MINIMUM,
     )
@@ -122,6 +129,10 @@ def make_workload(prompts: BenchPrompts, api: str) -> Workload:
 def _check_prompts(prompts: BenchPrompts) -> None:
     if prompts.exact_input and (prompts.prompts or prompts.shared_prefix or prompts.turns != 1):
         raise LoadError("--exact-input cuts random prompts: no --prompts, --shared-prefix or --turns")
+    if prompts.batch != "1" and prompts.turns != 1:
+        raise LoadError("a call of several prompts (--batch) is no conversation (--turns)")
+    if prompts.distinct and prompts.repeat_share:
+        raise LoadError("--distinct and --repeat-share exclude each other")
     if prompts.temperature is None and (prompts.top_k or prompts.top_p):
         raise LoadError("--top-k and --top-p need --temperature")
 

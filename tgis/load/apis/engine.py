@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import zipfile
-from itertools import count
 from typing import Any
 
 import grpc
@@ -13,6 +12,7 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from tokenizers import Tokenizer
 
+from tgis.load.apis.channels import UNAVAILABLE, ChannelPool
 from tgis.load.apis.fmaas import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, read_tls
 from tgis.load.apis.interface import LoadTarget
 from tgis.load.errors import AnswerError
@@ -27,23 +27,23 @@ class EngineApiClient:
 
     def __init__(self, target: LoadTarget) -> None:
         self._target = target
-        self._channels: list[grpc.aio.Channel] = []
+        self._channels: ChannelPool[grpc.aio.Channel] | None = None
         self._metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
-        self._numbers = count()
         self._tokenizer: Tokenizer | None = None
 
     async def open(self) -> None:
-        self._channels = [self._open_channel() for _ in range(self._target.num_channels)]
+        self._channels = ChannelPool(self._target, self._open_channel, lambda channel: channel.close())
+        channels = self._channels.channels
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                for channel in self._channels:
+                for channel in channels:
                     await channel.channel_ready()
-                self._tokenizer = await self._read_tokenizer()
+                self._tokenizer = await self._read_tokenizer(channels[0])
         except TimeoutError as error:
-            raise AnswerError("UNAVAILABLE") from error
+            raise AnswerError(UNAVAILABLE) from error
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise AnswerError(error.code().name) from error
+                raise AnswerError(error.code().name, error.details() or "") from error
 
     def _open_channel(self) -> grpc.aio.Channel:
         target, tls = self._target, read_tls(self._target)
@@ -51,8 +51,8 @@ class EngineApiClient:
             return grpc.aio.insecure_channel(target.address, CHANNEL_OPTIONS)
         return grpc.aio.secure_channel(target.address, tls.read(), CHANNEL_OPTIONS)
 
-    async def _read_tokenizer(self) -> Tokenizer | None:
-        method: Any = self._channels[0].unary_stream(
+    async def _read_tokenizer(self, channel: grpc.aio.Channel) -> Tokenizer | None:
+        method: Any = channel.unary_stream(
             f"{SERVICE}/GetTokenizer",
             common_pb2.GetTokenizerRequest.SerializeToString,
             common_pb2.GetTokenizerChunk.FromString,
@@ -66,16 +66,20 @@ class EngineApiClient:
             return None
 
     async def send(self, prompting: Prompting, receiver: AnswerReceiver) -> None:
-        channel = self._channels[next(self._numbers) % len(self._channels)]
-        method: Any = channel.unary_stream(
-            f"{SERVICE}/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
-        )
+        assert self._channels is not None, "it is opened before the first call"
         ids: list[int] = []
-        try:
-            async for message in method(_request(prompting), metadata=self._metadata):
-                ids += _receive(message, receiver)
-        except grpc.aio.AioRpcError as error:
-            raise AnswerError(error.code().name) from error
+        async with self._channels.lease() as channel:
+            method: Any = channel.unary_stream(
+                f"{SERVICE}/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
+            )
+            call = method(_request(prompting), metadata=self._metadata)
+            try:
+                async for message in call:
+                    ids += _receive(message, receiver)
+            except grpc.aio.AioRpcError as error:
+                raise AnswerError(error.code().name, error.details() or "") from error
+            finally:
+                call.cancel()
         receiver.add_text(self._decode(ids, prompting))
 
     def _decode(self, ids: list[int], prompting: Prompting) -> str:
@@ -86,8 +90,8 @@ class EngineApiClient:
         return " ".join(map(str, ids))
 
     async def close(self) -> None:
-        for channel in self._channels:
-            await channel.close()
+        if self._channels is not None:
+            await self._channels.close()
 
 
 def _receive(message: pb.GenerateResponse, receiver: AnswerReceiver) -> list[int]:
@@ -99,6 +103,7 @@ def _receive(message: pb.GenerateResponse, receiver: AnswerReceiver) -> list[int
     ids = list(done.output_ids) if not receiver.record.counts else []
     receiver.count_tokens(done.completion_tokens)
     receiver.report(done.prompt_tokens, done.cached_tokens)
+    receiver.end(done.finish_reason)
     return ids
 
 
@@ -107,6 +112,8 @@ def _request(prompting: Prompting) -> pb.GenerateRequest:
     if prompting.temperature is not None:
         params.temperature, params.seed = prompting.temperature, prompting.seed
         params.top_k, params.top_p = prompting.top_k or 0, prompting.top_p or 1.0
+    if prompting.repetition_penalty is not None:
+        params.repetition_penalty = prompting.repetition_penalty
     if prompting.max_input_tokens is not None:
         params.truncate_prompt_tokens = prompting.max_input_tokens
     if prompting.is_exact:

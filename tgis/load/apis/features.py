@@ -11,15 +11,16 @@ FEATURES: Mapping[str, Callable[[Workload], object]] = {
     "constraints": lambda workload: workload.constraints,
     "cut prompts": lambda workload: workload.cuts_prompts,
     "details of tokens": lambda workload: workload.has_token_details,
+    "calls of several prompts": lambda workload: workload.batch != "1",
 }
 """Functions that return a true value if a workload needs the feature."""
 MISSING: Mapping[str, tuple[str, ...]] = {
     "fmaas": (),
     "completions": ("soft prompts", "details of tokens"),
-    "chat": ("soft prompts", "details of tokens", "cut prompts"),
-    "tgi": ("soft prompts", "details of tokens"),
-    "lmi": ("soft prompts", "details of tokens", "constraints"),
-    "engine": ("soft prompts", "details of tokens", "adapters"),
+    "chat": ("soft prompts", "details of tokens", "calls of several prompts", "cut prompts"),
+    "tgi": ("soft prompts", "details of tokens", "calls of several prompts"),
+    "lmi": ("soft prompts", "details of tokens", "calls of several prompts", "constraints"),
+    "engine": ("soft prompts", "details of tokens", "calls of several prompts", "adapters"),
 }
 WITHOUT_MINIMUM = ("tgi",)
 """APIs that cannot make a text longer than the model does."""

@@ -1,13 +1,22 @@
 """Sends requests over `fmaas.GenerationService`, with the Python client."""
 
 import ssl
-from itertools import cycle
 from typing import Any
 
+from tgis.load.apis.channels import ChannelPool
 from tgis.load.apis.interface import LoadTarget
 from tgis.load.errors import AnswerError, LoadError
 from tgis.load.records import AnswerReceiver, Prompting
-from tgis_client import NO_RETRIES, AsyncClient, CallArguments, CallError, Generation, Parameters, Tls
+from tgis_client import (
+    NO_RETRIES,
+    AsyncClient,
+    CallArguments,
+    CallError,
+    Generation,
+    Parameters,
+    StopReason,
+    Tls,
+)
 
 # Otherwise channels with the same options would share a connection.
 CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
@@ -16,30 +25,30 @@ CONNECT_TIMEOUT_S = 20.0
 
 
 class FmaasClient:
-    """Client of fmaas. Calls use its channels in turn."""
+    """Client of fmaas. Calls of several prompts always have whole answers."""
 
     def __init__(self, target: LoadTarget) -> None:
         tls = read_tls(target)
         self._model_id = target.model or ""
-        self._clients = [
-            AsyncClient(
+
+        def open_client() -> AsyncClient:
+            return AsyncClient(
                 target.address,
                 tls=tls,
                 token=target.token,
                 retry=NO_RETRIES,
                 channel_options=CHANNEL_OPTIONS,
             )
-            for _ in range(target.num_channels)
-        ]
-        self._turns = cycle(self._clients)
+
+        self._clients = ChannelPool(target, open_client, AsyncClient.aclose)
 
     async def open(self) -> None:
         """Connect every channel."""
         try:
-            for client in self._clients:
+            for client in self._clients.channels:
                 await client.model_info(model_id=self._model_id, timeout=CONNECT_TIMEOUT_S)
         except CallError as error:
-            raise AnswerError(error.code.name) from error
+            raise AnswerError(error.code.name, error.details) from error
 
     async def send(self, prompting: Prompting, receiver: AnswerReceiver) -> None:
         arguments: CallArguments = {
@@ -47,21 +56,45 @@ class FmaasClient:
             "adapter_id": prompting.adapter_id,
             "prefix_id": prompting.soft_prompt_id,
         }
-        client, parameters = next(self._turns), _parameters(prompting)
-        try:
-            if not prompting.is_stream:
-                _receive(await client.generate(prompting.text, parameters, **arguments), receiver)
-                return
-            async with client.stream(prompting.text, parameters, **arguments) as stream:
-                async for part in stream:
-                    _receive(part, receiver)
-                receiver.report(None, stream.result.report.cached_tokens)
-        except CallError as error:
-            raise AnswerError(error.code.name) from error
+        is_stream = prompting.is_stream and not prompting.more_texts
+        receive = _receive_stream if is_stream else _receive_whole
+        async with self._clients.lease() as client:
+            try:
+                await receive(client, prompting, arguments, receiver)
+            except CallError as error:
+                raise AnswerError(error.code.name, error.details) from error
 
     async def close(self) -> None:
-        for client in self._clients:
-            await client.aclose()
+        await self._clients.close()
+
+
+async def _receive_stream(
+    client: AsyncClient, prompting: Prompting, arguments: CallArguments, receiver: AnswerReceiver
+) -> None:
+    async with client.stream(prompting.text, _parameters(prompting), **arguments) as stream:
+        async for part in stream:
+            receiver.accept()
+            receiver.add_text(part.text)
+            receiver.count_tokens(part.generated_token_count)
+            receiver.report(part.input_token_count, part.report.cached_tokens)
+            _receive_end(part, 0, receiver)
+        receiver.report(None, stream.result.report.cached_tokens)
+
+
+async def _receive_whole(
+    client: AsyncClient, prompting: Prompting, arguments: CallArguments, receiver: AnswerReceiver
+) -> None:
+    texts = await client.generate_batch(prompting.texts, _parameters(prompting), **arguments)
+    receiver.count_tokens(sum(text.generated_token_count for text in texts))
+    receiver.report(sum(text.input_token_count for text in texts), texts[0].report.cached_tokens)
+    for number, text in enumerate(texts):
+        receiver.add_text(text.text, number)
+        _receive_end(text, number, receiver)
+
+
+def _receive_end(part: Generation, number: int, receiver: AnswerReceiver) -> None:
+    if part.stop_reason is not StopReason.NOT_FINISHED:
+        receiver.end(part.stop_reason.name.lower(), number)
 
 
 def read_tls(target: LoadTarget) -> Tls | None:
@@ -76,13 +109,6 @@ def read_tls(target: LoadTarget) -> Tls | None:
     return tls
 
 
-def _receive(part: Generation, receiver: AnswerReceiver) -> None:
-    receiver.accept()
-    receiver.count_tokens(part.generated_token_count)
-    receiver.add_text(part.text)
-    receiver.report(part.input_token_count, part.report.cached_tokens)
-
-
 def _parameters(prompting: Prompting) -> Parameters:
     more: dict[str, Any] = {"tokens": prompting.has_token_details}
     if prompting.rule is not None:
@@ -90,6 +116,8 @@ def _parameters(prompting: Prompting) -> Parameters:
     if prompting.temperature is not None:
         more |= {"temperature": prompting.temperature, "seed": prompting.seed}
         more |= {"top_k": prompting.top_k, "top_p": prompting.top_p}
+    if prompting.repetition_penalty is not None:
+        more["repetition_penalty"] = prompting.repetition_penalty
     if prompting.max_input_tokens is not None:
         more["truncate_input_tokens"] = prompting.max_input_tokens
     if prompting.is_exact:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from tgis.load.records import Prompting
 
 CHUNK_BYTES = 1 << 16
 MAX_BODY_BYTES = 64 << 20
+CLOSE_TIMEOUT_S = 1.0
 EVENT = b"data:"
 LENGTHS = (b"content-length", b"transfer-encoding")
 """Headers of an answer that says where it ends."""
@@ -53,6 +54,7 @@ class _Reply:
 class _Link:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    num_calls: int = 0
 
 
 class HttpLinks:
@@ -94,16 +96,18 @@ class HttpLinks:
         try:
             link = await self._connect()
             try:
+                link.num_calls += 1
                 link.writer.write(self._encode(method, path, fields))
                 yield _read(link.reader, reply), reply
             except BaseException:
                 link.writer.transport.abort()
                 raise
         except OSError as error:
-            raise AnswerError(CONNECTION) from error
+            raise AnswerError(CONNECTION, str(error)) from error
         except httptools.HttpParserError as error:
-            raise AnswerError(PROTOCOL) from error
-        if reply.keeps_alive:
+            raise AnswerError(PROTOCOL, str(error)) from error
+        limit = self._target.calls_per_connection
+        if reply.keeps_alive and (limit is None or link.num_calls < limit):
             self._idle.append(link)
         else:
             link.writer.close()
@@ -129,8 +133,13 @@ class HttpLinks:
         return "\r\n".join([*lines, "", ""]).encode() + body
 
     async def close(self) -> None:
+        """Close the idle connections, while the event loop still runs."""
         for link in self._idle:
             link.writer.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                closing = (link.writer.wait_closed() for link in self._idle)
+                await asyncio.gather(*closing, return_exceptions=True)
         self._idle.clear()
 
 
@@ -151,13 +160,20 @@ def reading() -> Iterator[None]:
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise AnswerError(PROTOCOL) from error
+        raise AnswerError(PROTOCOL, repr(error)) from error
+
+
+def stream_error(event: dict[str, Any]) -> AnswerError:
+    """Return the error of an event that reports one."""
+    return AnswerError("error in the stream", str(event.get("error") or event.get("token")))
 
 
 def sampling_fields(prompting: Prompting) -> dict[str, Any]:
     """Return the fields that all HTTP APIs name likewise."""
-    given = {"temperature": prompting.temperature, "seed": prompting.seed}
-    given |= {"top_k": prompting.top_k, "top_p": prompting.top_p}
+    given: dict[str, float | None] = {"repetition_penalty": prompting.repetition_penalty}
+    if prompting.temperature is not None:
+        given |= {"temperature": prompting.temperature, "seed": prompting.seed}
+        given |= {"top_k": prompting.top_k, "top_p": prompting.top_p}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -167,9 +183,8 @@ def inputs_parameters(prompting: Prompting) -> dict[str, Any]:
         "max_new_tokens": prompting.new_tokens,
         "details": True,
         "do_sample": prompting.temperature is not None,
+        **sampling_fields(prompting),
     }
-    if prompting.temperature is not None:
-        parameters |= sampling_fields(prompting)
     if prompting.max_input_tokens is not None:
         parameters["truncate"] = prompting.max_input_tokens
     return parameters
@@ -179,13 +194,25 @@ async def _read(reader: asyncio.StreamReader, reply: _Reply) -> AsyncIterator[No
     while not reply.is_complete:
         data = await reader.read(CHUNK_BYTES)
         if not data:
-            if reply.has_length or not reply.parser.get_status_code():
-                raise AnswerError(CONNECTION)
+            _check_end(reply)
             return
         reply.parser.feed_data(data)
         if len(reply.body) > MAX_BODY_BYTES:
             raise AnswerError(PROTOCOL)
-        status = reply.parser.get_status_code()
-        if status >= 400:
-            raise AnswerError(f"HTTP {status}")
-        yield
+        if reply.parser.get_status_code() < 400:
+            yield
+        elif reply.is_complete:
+            raise _status_error(reply)
+
+
+def _check_end(reply: _Reply) -> None:
+    """Raise AnswerError if the connection has ended before the answer."""
+    status = reply.parser.get_status_code()
+    if status >= 400:
+        raise _status_error(reply)
+    if reply.has_length or not status:
+        raise AnswerError(CONNECTION, "the connection ended before the answer")
+
+
+def _status_error(reply: _Reply) -> AnswerError:
+    return AnswerError(f"HTTP {reply.parser.get_status_code()}", reply.body.decode(errors="replace"))

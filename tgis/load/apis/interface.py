@@ -21,7 +21,9 @@ class LoadTarget:
     token: str | None = field(default=None, repr=False)
     model: str | None = None
     num_channels: int = 1
-    """Number of connections that streams over gRPC share."""
+    """Number of connections that calls over gRPC share."""
+    calls_per_connection: int | None = None
+    """Number of calls after which a connection is replaced by a new one; None: never."""
 
 
 class ApiClient(Protocol):

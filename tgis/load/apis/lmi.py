@@ -4,7 +4,7 @@ import json
 from contextlib import aclosing
 from typing import Any
 
-from tgis.load.apis.http import HttpLinks, inputs_parameters, reading
+from tgis.load.apis.http import HttpLinks, inputs_parameters, reading, stream_error
 from tgis.load.apis.interface import LoadTarget
 from tgis.load.errors import AnswerError
 from tgis.load.records import AnswerReceiver, Prompting
@@ -56,12 +56,14 @@ def _receive_whole(answer: dict[str, Any], receiver: AnswerReceiver) -> None:
     details = answer["details"]
     receiver.add_text(answer["generated_text"])
     receiver.count_tokens(details["generated_tokens"])
+    receiver.end(details["finish_reason"])
     receiver.report(len(details.get("prefill") or ()), None)
 
 
 def _receive(line: dict[str, Any], receiver: AnswerReceiver) -> None:
     details = line.get("details") or {}
     if "error" in line or details.get("finish_reason") == "error":
-        raise AnswerError("error in the stream")
-    receiver.add_tokens(1)
+        raise stream_error(line)
     receiver.add_text(line["token"]["text"])
+    receiver.add_tokens(1)
+    receiver.end(details.get("finish_reason"))

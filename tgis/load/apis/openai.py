@@ -4,9 +4,8 @@ import json
 from contextlib import aclosing
 from typing import Any
 
-from tgis.load.apis.http import HttpLinks, reading, sampling_fields
+from tgis.load.apis.http import HttpLinks, reading, sampling_fields, stream_error
 from tgis.load.apis.interface import LoadTarget
-from tgis.load.errors import AnswerError
 from tgis.load.records import AnswerReceiver, Prompting
 from tgis.load.workload.constraints import TextRule
 
@@ -49,17 +48,16 @@ class OpenAiClient:
         fields: dict[str, Any] = {
             "model": prompting.adapter_id or self._model,
             "max_tokens": prompting.new_tokens,
-            "temperature": prompting.temperature or 0.0,
+            "temperature": 0.0,
             "stream": prompting.is_stream,
+            **sampling_fields(prompting),
         }
         if prompting.is_stream:
             fields["stream_options"] = {"include_usage": True}
         if self._is_chat:
             fields["messages"] = [{"role": turn.role, "content": turn.text} for turn in prompting.turns]
         else:
-            fields["prompt"] = prompting.text
-        if prompting.temperature is not None:
-            fields |= sampling_fields(prompting)
+            fields["prompt"] = list(prompting.texts) if prompting.more_texts else prompting.text
         if prompting.max_input_tokens is not None:
             fields["truncate_prompt_tokens"] = prompting.max_input_tokens
         if prompting.is_exact:
@@ -80,23 +78,30 @@ def _rule_fields(rule: TextRule | None) -> dict[str, Any]:
 
 def _receive(event: dict[str, Any], receiver: AnswerReceiver) -> None:
     if "error" in event:
-        raise AnswerError("error in the stream")
-    text = "".join(_text(choice) for choice in event["choices"])
-    receiver.add_text(text)
+        raise stream_error(event)
+    num_texts = sum(_receive_choice(choice, receiver) for choice in event["choices"])
     usage = event.get("usage")
     if usage is None:
-        # Each event with text is taken for a token, until the usage at the end corrects that.
-        receiver.add_tokens(1 if text else 0)
+        # Each text is taken for a token, until the usage at the end corrects that.
+        receiver.add_tokens(num_texts)
         return
     receiver.correct_tokens(usage["completion_tokens"])
     _report_usage(usage, receiver)
 
 
 def _receive_whole(answer: dict[str, Any], receiver: AnswerReceiver) -> None:
-    [choice] = answer["choices"]
-    receiver.add_text(_text(choice))
+    for choice in answer["choices"]:
+        _receive_choice(choice, receiver)
     receiver.count_tokens(answer["usage"]["completion_tokens"])
     _report_usage(answer["usage"], receiver)
+
+
+def _receive_choice(choice: dict[str, Any], receiver: AnswerReceiver) -> bool:
+    """Return True if the choice has text."""
+    text, number = _text(choice), choice.get("index", 0)
+    receiver.add_text(text, number)
+    receiver.end(choice.get("finish_reason"), number)
+    return bool(text)
 
 
 def _report_usage(usage: dict[str, Any], receiver: AnswerReceiver) -> None:

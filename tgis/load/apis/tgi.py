@@ -4,9 +4,8 @@ import json
 from contextlib import aclosing
 from typing import Any
 
-from tgis.load.apis.http import HttpLinks, inputs_parameters, reading
+from tgis.load.apis.http import HttpLinks, inputs_parameters, reading, stream_error
 from tgis.load.apis.interface import LoadTarget
-from tgis.load.errors import AnswerError
 from tgis.load.records import AnswerReceiver, Prompting
 from tgis.load.workload.constraints import TextRule
 
@@ -55,13 +54,15 @@ def _grammar(rule: TextRule) -> dict[str, Any]:
 def _receive_whole(answer: dict[str, Any], receiver: AnswerReceiver) -> None:
     receiver.add_text(answer["generated_text"])
     receiver.count_tokens(answer["details"]["generated_tokens"])
+    receiver.end(answer["details"]["finish_reason"])
 
 
 def _receive(event: dict[str, Any], receiver: AnswerReceiver) -> None:
     if "error" in event:
-        raise AnswerError("error in the stream")
-    receiver.add_tokens(1)
+        raise stream_error(event)
     if not event["token"].get("special"):
         receiver.add_text(event["token"]["text"])
+    receiver.add_tokens(1)
     if details := event.get("details"):
+        receiver.end(details.get("finish_reason"))
         receiver.report(details.get("input_length"), None)

@@ -64,7 +64,11 @@ def warnings_of(report: dict[str, Any]) -> list[str]:
     for level in report["levels"]:
         label = level["label"]
         for kind, count in {**level["errors"], **level["faults"]}.items():
-            lines.append(f"{label}: {count} of {level['requests']} requests: {kind}")
+            example = level["messages"].get(kind)
+            said = f", such as {example!r}" if example else ""
+            lines.append(f"{label}: {count} of {level['requests']} requests: {kind}{said}")
+        if level["cancelled"]:
+            lines.append(f"{label}: {level['cancelled']} of {level['requests']} requests were cancelled")
         if reason := level["generator"]["bottleneck"]:
             lines.append(
                 f"{label}: the load generator is the bottleneck: {reason}; "

@@ -1,7 +1,7 @@
 """Makes the conversations of a measurement from a seed, so that each load process can make its own."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -56,14 +56,25 @@ class Workload:
     soft_prompt_share: float = 1.0
     constraints: tuple[tuple[str, float], ...] = ()
     """Names of constraints, and their shares of the requests."""
+    num_distinct: int = 0
+    """Number of different conversations, which repeat in turn with their seeds, so that the texts can be
+    compared; 0: all are different."""
     repeat_share: float = 0.0
     """Share of conversations that repeat the one before with its seed, so that the texts can be compared."""
     temperature: float | None = None
     """None: greedy."""
+    sampled_share: float = 1.0
+    """Share of conversations that are sampled if there is a temperature; the others are greedy."""
     top_k: int | None = None
     top_p: float | None = None
-    is_unary: bool = False
-    """True to ask for whole answers instead of streams."""
+    repetition_penalty: float | None = None
+    batch: str = "1"
+    """Number of prompts of a call, like a length. All have the same maximum length of the answer."""
+    unary_share: float = 0.0
+    """Share of conversations that ask for whole answers instead of streams."""
+    cancel_share: float = 0.0
+    """Share of conversations whose client cancels the last turn in the middle, if it is a stream of one
+    prompt."""
     has_token_details: bool = False
     may_end_early: bool = False
 
@@ -76,6 +87,8 @@ class Turn:
     new_tokens: int
     max_input_tokens: int | None = None
     """Number of tokens to which the service cuts the prompt."""
+    more_texts: tuple[str, ...] = ()
+    """Further prompts of the same call."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,10 @@ class Conversation:
     soft_prompt_id: str | None = None
     repeats: int | None = None
     """Index of the conversation with the same content."""
+    is_unary: bool = False
+    is_sampled: bool = True
+    cancel_after: int | None = None
+    """Number of tokens of the last turn after which the client cancels it."""
 
 
 class ConversationSource:
@@ -100,16 +117,19 @@ class ConversationSource:
         self._scale = scale
         self._input_lengths = parse_lengths(workload.input_tokens)
         self._output_lengths = parse_lengths(workload.output_tokens)
+        self._batch_sizes = parse_lengths(workload.batch)
         self._prefixes = [self._make_prefix(index) for index in range(workload.num_prefixes)]
 
     def make(self, index: int) -> Conversation:
         """Return conversation number `index`."""
         before = self._repeated(index)
         made = self._make(index if before is None else before)
-        return replace(made, index=index, repeats=before)
+        return replace(made, index=index, repeats=before, cancel_after=self._draw_cancellation(made, index))
 
     def _repeated(self, index: int) -> int | None:
         """Return the number of the conversation that this one repeats."""
+        if num_distinct := self._workload.num_distinct:
+            return index % num_distinct if index >= num_distinct else None
         share = self._workload.repeat_share
         # Shares are exact: the number of repeats up to an index grows by one.
         is_repeat = index > 0 and int((index + 1) * share) > int(index * share)
@@ -119,6 +139,7 @@ class ConversationSource:
         workload, source = self._workload, random.Random(f"{self._workload.seed} {index}")
         given = self._files[index % len(self._files)] if self._files else None
         turns = self._file_turns(given, source) if given else self._own_turns(index, source)
+        turns[0] = replace(turns[0], more_texts=tuple(self._further_texts(index, turns[0], source)))
         rule = given.rule if given and given.rule else draw_rule(workload.constraints, source)
         return Conversation(
             index=index,
@@ -127,7 +148,19 @@ class ConversationSource:
             rule=rule,
             adapter_id=_choose_id(workload.adapter_ids, workload.adapter_share, index, source),
             soft_prompt_id=_choose_id(workload.soft_prompt_ids, workload.soft_prompt_share, index, source),
+            is_unary=source.random() < workload.unary_share,
+            is_sampled=source.random() < workload.sampled_share,
         )
+
+    def _draw_cancellation(self, made: Conversation, index: int) -> int | None:
+        """Return after how many tokens a client cancels the last turn; None: it does not.
+
+        It is no part of the content, so that a conversation that is repeated is not always cancelled."""
+        share, last = self._workload.cancel_share, made.turns[-1]
+        if not share or made.is_unary or last.more_texts:
+            return None
+        source = random.Random(f"{self._workload.seed} cancellation {index}")
+        return source.randrange(last.new_tokens) if source.random() < share else None
 
     @cached_property
     def _files(self) -> list[FilePrompt]:
@@ -148,6 +181,16 @@ class ConversationSource:
         if texts:
             return [Turn(texts[index % len(texts)], self._output_lengths.draw(source))]
         return [self._cut_turn(source)] if self._workload.cuts_prompts else self._random_turns(source)
+
+    def _further_texts(self, index: int, turn: Turn, source: random.Random) -> Iterator[str]:
+        """Yield the prompts of a call after its first, each as if it were the first one's successor."""
+        for number in range(index + 1, index + self._batch_sizes.draw(source)):
+            if self._files:
+                yield self._files[number % len(self._files)].texts[0]
+            elif turn.max_input_tokens is not None:
+                yield " ".join(source.choices(WORDS, k=turn.max_input_tokens))
+            else:
+                yield self._own_turns(number, source)[0].text
 
     def _cut_turn(self, source: random.Random) -> Turn:
         """Return a prompt that is long enough, because a word has at least one token."""
