@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,11 @@ class Oracle:
         assert logits.argmax(-1).tolist() == list(proposed)
 
 
+@dataclass
 class AlwaysDrafts:
     """`Proposer` of the router that requests drafts of every sequence."""
+
+    is_following: bool = True
 
     def begin(self, num_sequences: int, max_drafts: int) -> bool:
         return max_drafts > 0
@@ -60,5 +64,8 @@ class AlwaysDrafts:
     def propose(self, sequence: Row, max_drafts: int) -> Drafts:
         return Drafts(max_proposed=max(0, min(max_drafts, MAX_DRAFTS)), waits=True)
 
-    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+    def follows(self, sequence: Row, num_sequences: int) -> bool:
+        return self.is_following
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
         pass

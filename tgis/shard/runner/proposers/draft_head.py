@@ -10,7 +10,7 @@ from tgis.shard.attention.interface import Attention
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import SpeculativeModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
-from tgis.shard.runner.proposer import NO_TOKENS
+from tgis.shard.runner.proposer import NO_TOKENS, FollowedWork
 from tgis.shard.runner.proposers.cached_tokens import CachedTokens
 from tgis.shard.runner.row_table import Integers, Layout, TokenIds
 from tgis.shard.speculators.draft_head import DraftHead
@@ -58,13 +58,12 @@ class DraftHeadProposer:
         self._num_held[rows] = 0
         self._is_known[rows] = False
 
-    def follow(
-        self, rows: Integers, starts: Integers, begins: Integers, x: Tensor, adapters: TokenAdapters | None
-    ) -> None:
+    def follow(self, work: FollowedWork, x: Tensor, adapters: TokenAdapters | None) -> None:
         """Keep the states of a step's tokens, or compute the tokens after them."""
+        rows, starts, ends, begins = work
         self._begin_rows(rows, starts)
         # Drafts that were not accepted have no states.
-        ends = np.minimum(starts + np.diff(begins), self._table.lengths[rows] - 1)
+        ends = np.minimum(ends, self._table.lengths[rows] - 1)
         self._is_known[rows] &= self._cached.counts[rows] + self._num_held[rows] == starts + 1
         some = (self._is_known[rows] & (ends > starts)).nonzero()[0]
         if not len(some):
@@ -78,6 +77,10 @@ class DraftHeadProposer:
                 states = self._model.final_states(states, adapters and adapters.take(at))
             self._keep_ends(rows[layout.sequence], layout.positions, states)
             self._keep(rows, ends, layout, states)
+
+    def skip(self, rows: Integers, starts: Integers) -> None:
+        self._cached.see_blocks(rows, starts)
+        self._is_known[rows] = False
 
     def propose(self, rows: Integers, token_ids: Sequence[TokenIds], max_drafts: Integers) -> list[TokenIds]:
         """Return drafts of rows whose states are known, and none of others."""
