@@ -8,7 +8,6 @@ from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.state_pool import StatePool
 from tgis.router.sequence import CacheSalt, Sequence
 
-
 UNREACHABLE = ("unreachable",)
 """Root of blocks that no look-up finds."""
 
