@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import shapes
-from bench.speculator_cost import KINDS, write_wrong
+from bench.speculator_cost import write_wrong
 from bench.steps import Rows, load_runner
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.model_runner import HostModelRunner
@@ -73,16 +73,17 @@ def launch(runner: HostModelRunner, request: pb.StepRequest, max_drafts: int = 0
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.proposals", description=__doc__)
-    parser.add_argument("kinds", nargs="*", default=["eagle3"], help=f"of {', '.join(KINDS)} (default eagle3)")
+    parser.add_argument("kinds", nargs="*", default=["eagle3"], help="mlp, medusa, eagle3 (default eagle3)")
     parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
     parser.add_argument("--dtype", default="float16", help="type of the weights (default %(default)s)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=40, help="(default %(default)s)")
     parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="(default %(default)s)")
     options = parser.parse_args(arguments)
+    shape = shapes.SHAPES[options.shape]
     model = shapes.ensure_checkpoint(options.shape, options.cache)
     for kind in options.kinds:
-        heads = write_wrong(kind, shapes.SHAPES[options.shape], options.cache / f"wrong-{kind}-{options.shape}")
+        heads = write_wrong(kind, shape, options.cache / f"wrong-{kind}-{options.shape}")
         runner = load_runner(model, options.dtype, 65536, speculator=str(heads), cpu_threads=1)
         assert isinstance(runner, HostModelRunner), "the CPU's runner"
         for batch in options.batch:

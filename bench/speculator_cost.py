@@ -1,5 +1,5 @@
-"""Measures what speculators cost whose drafts are always wrong: the same requests to a service with one and to
-a service without, in turns. The weights of model and speculator are random."""
+"""Measures the cost of speculators whose drafts are always wrong: the same requests to a service with one and
+to a service without, in turns. The weights of model and speculator are random."""
 
 import argparse
 import json

@@ -139,7 +139,9 @@ def test_wrong_and_overflowing_heads_change_nothing(
 ) -> None:
     served_base, name, file = write(kind, base, tmp_path / "heads")
     names = [each for each in list_own(kind, file) if load_file(file)[each].dtype == torch.float32]
-    change(file, [each for each in names if values is enlarge or HEADS.get(kind, "embed_out") in each], values)
+    change(
+        file, [each for each in names if values is enlarge or HEADS.get(kind, "embed_out") in each], values
+    )
     runner = load(configure(served_base.directory, speculator=name))
     assert isinstance(runner, HostModelRunner)
     assert check_outputs(runner, served_base).num_right < 10

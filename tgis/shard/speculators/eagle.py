@@ -5,7 +5,6 @@ model's final state before it, and predict the final state after it, which the m
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from tgis.hub.speculators import find_eagle
@@ -36,17 +35,21 @@ class Eagle:
     def __init__(self, spec: DecoderSpec, parts: Parts, model: SpeculativeModel):
         self.spec = spec
         self.state_size = size = spec.hidden_size
+        self._concatenate = parts.kernels.concatenate
         self._embed = open_embedding(parts, spec, model)
         self._project = Replicated(parts, "fc", 2 * size, size, bias=parts.weights.has("fc.bias"))
         self._layers = HeadLayers(spec, parts, spec.num_layers)
         self._score = _open_score(parts, spec, model)
 
     def advance(self, states: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
-        x = torch.cat((self._embed(inputs.token_ids), states), 1)  # [num_tokens, 2 * hidden_size]
+        x = self._concatenate(self._embed(inputs.token_ids), states)  # [num_tokens, 2 * hidden_size]
         return self._layers(self._project(x, None), inputs, attention)
 
-    def choose(self, states: Tensor) -> Tensor:
-        return self._score(states).argmax(-1)
+    def score(self, states: Tensor) -> Tensor:
+        return self._score(states)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        return scores.argmax(-1)
 
 
 def reads(config: Config) -> bool:

@@ -64,6 +64,7 @@ class MTPHead:
         self.spec = spec
         self.state_size = size = spec.hidden_size
         self._model = model
+        self._concatenate = parts.kernels.concatenate
         self._is_token_first = is_token_first
         self._norm_token, self._norm_state, self._norm = (
             make_norm(spec, parts, path) for path in ("norm_token", "norm_state", "norm")
@@ -75,11 +76,14 @@ class MTPHead:
         token = self._norm_token(self._model.embed_tokens(inputs.token_ids))
         state = self._norm_state(states)
         both = (token, state) if self._is_token_first else (state, token)
-        x = self._project(torch.cat(both, 1), None)
+        x = self._project(self._concatenate(*both), None)
         return self._norm(self._layers(x, inputs, attention))
 
-    def choose(self, states: Tensor) -> Tensor:
-        return self._model.scores(states).argmax(-1)
+    def score(self, states: Tensor) -> Tensor:
+        return self._model.scores(states)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        return scores.argmax(-1)
 
 
 def load_mtp(directory: Path, config: Config, model: SpeculativeModel, dtype: torch.dtype) -> MTPHead:

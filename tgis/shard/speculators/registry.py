@@ -131,7 +131,7 @@ def _try_once(speculator: Speculator | DraftHead, model: SpeculativeModel, devic
     """Propose once, so that no request waits for the compilation of kernels. The warm-up steps compile those
     of layers."""
     if isinstance(speculator, DraftHead):
-        speculator.choose(torch.zeros(1, speculator.state_size, device=device))
+        speculator.choose(speculator.score(torch.zeros(1, speculator.state_size, device=device)))
         return
     states = torch.zeros(1, model.prompt_width, device=device)
     token_ids = torch.zeros(1, dtype=torch.int64, device=device)
