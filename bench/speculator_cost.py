@@ -1,29 +1,37 @@
-"""Measures the cost of speculators whose drafts are always wrong: the same requests to a service with one and
-to a service without, in turns. The weights of model and speculator are random."""
+"""Measures the cost of speculators whose drafts are always wrong: the same requests with one and without, in
+turns, by the router's scheduler and a model runner in this process. The weights of model and speculator are
+random. CPU time is measured, so that other processes matter little."""
 
 import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bench import shapes
-from bench.generator import Generator, closed_loop, load_processes, new_prompts
-from bench.service import BenchError, exit_on_sigterm, launch
 from bench.shapes import Shape, model_config
 from bench.speculator_files import write
-from bench.speculator_gain import Service, read_acceptance
+from bench.steps import load_runner
+from tgis.pb import shard_pb2 as pb
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.proposers.shard_drafts import ShardDrafts
+from tgis.router.scheduling.scheduler import Scheduler
+from tgis.router.scheduling.token_budget import TokenBudget
+from tgis.router.sequence import Sampling, Sequence, Stopping
+from tgis.router.shards.codec import decode_answer, encode_step
+from tgis.shard.runner.interface import ModelRunner
 
-INPUT_TOKENS, NEW_TOKENS = 128, 128
-CONVERSATIONS = {1: 4, 8: 16, 32: 64}  # by number of clients
+INPUT_TOKENS, NEW_TOKENS = 64, 96
+MAX_STEP_TOKENS = 512
+CACHE_TOKENS = 16384
 NUM_TOKENS = 3  # of the MLP speculator and the Medusa heads
-TIMEOUT_S = 300.0
 STD = 0.02
 
 Files = tuple[dict[str, Any], dict[str, tuple[int, ...]], str]
@@ -92,46 +100,87 @@ def write_wrong(kind: str, shape: Shape, directory: Path) -> Path:
     return directory
 
 
-def compare(generator: Generator, services: list[Service], clients: int, rounds: int) -> Iterator[float]:
-    """Yield the seconds of a service with a speculator relative to those without, for each round. Each
-    service answers twice in a round. Raises BenchError."""
-    for number in range(rounds + 1):
-        workload = new_prompts(INPUT_TOKENS, NEW_TOKENS, is_unary=True)
-        sizes = {"num_conversations": CONVERSATIONS[clients], "timeout_s": TIMEOUT_S}
-        job = closed_loop("", workload, clients, **sizes)
-        without, speculating = (service.target for service in services)
-        seconds, texts = [], set()
-        for address in (without, speculating, speculating, without):
-            answers = generator.answers(replace(job, target=replace(job.target, address=address)))
-            seconds.append(max(answer.ended for answer in answers))
-            texts.add(tuple(answer.digest for answer in answers))
-        if len(texts) > 1:
-            raise BenchError("the speculator changed a text")
-        ratio = (seconds[1] + seconds[2]) / (seconds[0] + seconds[3])
-        print(f"{clients} clients: {ratio:.3f}", file=sys.stderr, flush=True)
-        if number:  # the first round warms up the kernels
-            yield ratio
+class Service:
+    """Scheduler and shard that always have the same number of sequences."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        info = runner.info
+        self._runner = runner
+        self._budget = TokenBudget(MAX_STEP_TOKENS, 0.1)
+        self._proposer = ShardDrafts(info.max_drafts, self._budget.predict) if info.max_drafts else None
+        pool = BlockPool(info.num_blocks, info.block_size)
+        self._scheduler = Scheduler(pool, 64, proposer=self._proposer)
+        self.sequences: list[Sequence] = []
+        self._num_live = 0
+        self.num_drafts = 0
+
+    def run(self, num_sequences: int, num_tokens: int) -> float:
+        """Generate at least that many tokens. Return the seconds of CPU time per token."""
+        began, count = time.process_time(), 0
+        while count < num_tokens:
+            while self._num_live < num_sequences:
+                self._scheduler.add(self._open())
+            count += self._step()
+        return (time.process_time() - began) / count
+
+    def finish(self) -> None:
+        while self._num_live:
+            self._step()
+
+    def _open(self) -> Sequence:
+        random = np.random.default_rng(len(self.sequences))
+        ids = random.integers(2, self._runner.info.vocab_size, INPUT_TOKENS).tolist()
+        self.sequences.append(Sequence(ids, Stopping(NEW_TOKENS), Sampling(greedy=True)))
+        self._num_live += 1
+        return self.sequences[-1]
+
+    def _step(self) -> int:
+        """Compute a step like the engine. Return the number of generated tokens."""
+        scheduler = self._scheduler
+        num_decoding = scheduler.num_decoding
+        num_prompts = len(scheduler.waiting) + len(scheduler.running) - num_decoding
+        step = scheduler.next_step(self._budget.prompt_tokens(num_decoding, num_prompts))
+        assert step is not None, "nothing is in flight"
+        request = pb.StepRequest.FromString(encode_step(step).SerializeToString())
+        answer = decode_answer(step, self._runner.launch(request).answer())
+        scheduler.apply_answer(step, answer.num_proposed)
+        if not step.max_proposed:
+            self._budget.observe(answer.num_tokens, answer.forward_s)
+        if self._proposer is not None:
+            self._proposer.observe(step, answer.drafts, answer.forward_s, answer.follow_s)
+        self.num_drafts += answer.num_proposed
+        for sequence, token, ended in answer.sampled:
+            scheduler.append_token(sequence, token.token_id)
+            if ended:
+                scheduler.finish(sequence)
+                self._num_live -= 1
+        return len(answer.sampled)
 
 
-def run(options: argparse.Namespace, kind: str, generator: Generator) -> dict[str, Any]:
-    """Return the ratios of one kind. Raises BenchError."""
+def compare(options: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """Return the CPU time with a speculator relative to that without, for each number of sequences."""
     model = shapes.ensure_checkpoint(options.shape, options.cache)
     heads = write_wrong(kind, shapes.SHAPES[options.shape], options.cache / f"wrong-{kind}-{options.shape}")
-    flags, log = ["--dtype", options.dtype, *options.option], options.cache / f"wrong-{kind}"
-    with (
-        launch(model, log.with_suffix(".without.log"), flags) as (without, _),
-        launch(model, log.with_suffix(".log"), [*flags, "--speculator", str(heads)]) as (target, command),
-    ):
-        service = Service(target, command[command.index("--port") + 1])
-        services = [Service(without, ""), service]
-        figures: dict[str, Any] = {}
-        for clients in options.clients:
-            ratios = [*compare(generator, services, clients, options.rounds)]
-            figures[f"{clients} clients"] = {
-                "median": round(statistics.median(ratios), 3),
-                "rounds": [round(ratio, 3) for ratio in ratios],
-            }
-        return {**figures, **read_acceptance(service)}
+    services = [
+        Service(load_runner(model, options.dtype, CACHE_TOKENS, cpu_threads=1, speculator=speculator))
+        for speculator in (None, str(heads))
+    ]
+    figures: dict[str, Any] = {}
+    for count in options.batch:
+        ratios = []
+        for number in range(options.rounds + 1):
+            num_tokens = count * options.steps
+            seconds = [service.run(count, num_tokens) for service in services]
+            ratios.append(round(seconds[1] / seconds[0], 3))
+            label = f"{count} sequences, round {number}"
+            print(f"{label}: {ratios[-1]} ({1000 * seconds[0]:.2f} ms)", file=sys.stderr, flush=True)
+        # The first round compiles kernels, and is the first one of all in which the speculator is tried.
+        figures[f"{count} sequences"] = {"median": statistics.median(ratios[1:]), "rounds": ratios}
+    for service in services:
+        service.finish()
+    plain, drafted = ([each.token_ids for each in service.sequences] for service in services)
+    assert all(one == other for one, other in zip(plain, drafted, strict=False)), "a text differs"
+    return {**figures, "drafts": services[1].num_drafts}
 
 
 def main() -> None:
@@ -139,18 +188,12 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", default=["eagle3"], help="mlp, medusa, eagle3 (default eagle3)")
     parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
     parser.add_argument("--dtype", default="float16", help="type of the weights (default %(default)s)")
-    parser.add_argument("--clients", type=int, nargs="+", choices=list(CONVERSATIONS), default=[1, 8, 32])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="(default 1 8 32)")
     parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
+    parser.add_argument("--steps", type=int, default=128, help="steps of a round (default %(default)s)")
     parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="(default %(default)s)")
-    parser.add_argument("--option", action="append", default=[], help="further option of the services")
     options = parser.parse_args()
-    exit_on_sigterm()
-    try:
-        with load_processes() as generator:
-            figures = {kind: run(options, kind, generator) for kind in options.kinds}
-    except BenchError as error:
-        sys.exit(f"error: {error}")
-    print(json.dumps(figures, indent=1))
+    print(json.dumps({kind: compare(options, kind) for kind in options.kinds}, indent=1))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from tests.support.shard.speculators import make_medusa, make_mlp
 from tgis.hub.model_files import read_json
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.speculators.interface import Served, SpeculatorError
-from tgis.shard.speculators.registry import load_speculator
-from tgis.shard.startup.load import load
+from tgis.shard.speculators.registry import DraftCache, find_cache, load_speculator
+from tgis.shard.startup.load import load, prepare
 
 Tensors = dict[str, torch.Tensor]
 KINDS = ("mlp", "medusa", "eagle", "eagle3", "mtp", "draft model")
@@ -117,6 +117,24 @@ def test_each_damaged_tensor_ends_the_start_with_one_line(base: Base, kind: str,
             text = str(error.value)
             assert text.startswith(f"--speculator {name}: "), tensor
             assert "\n" not in text
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_cache_is_known_before_weights_are_read(base: Base, kind: str, tmp_path: Path) -> None:
+    served_base, name, file = write(kind, base, tmp_path / "heads")
+    directory = served_base.directory
+    plan = prepare(configure(directory, speculator=name, block_size=8))
+    cache = find_cache(name, plan.choice.spec)
+    model = load(configure(directory)).model
+    served = Served(directory, read_json(directory, "config.json"), directory, 192)
+    assert cache == DraftCache.of(load_speculator(name, model, served, torch.float32))
+    if kind in ("mlp", "medusa"):
+        assert cache is None
+        return
+    assert cache is not None
+    spec, state_bytes = cache.spec, 4 * (0 if kind == "draft model" else model.spec.hidden_size)
+    num_elements = 2 * spec.num_layers * 8 * spec.num_kv_heads * spec.head_dim
+    assert cache.count_bytes(8, torch.float32) == 4 * num_elements + state_bytes
 
 
 def negate(x: torch.Tensor) -> torch.Tensor:

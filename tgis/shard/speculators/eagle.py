@@ -66,16 +66,22 @@ def sources(config: Config) -> dict[str, Source]:
     return {**own, "fc": "fc", "embed": "embed_tokens", "head": "lm_head"}
 
 
-def build(config: Config, parts: Parts, model: SpeculativeModel) -> Eagle:
-    """Build the head for a model. Raises UnsupportedModelError and WeightsError."""
+def make_spec(config: Config) -> DecoderSpec:
+    """Return the specification of the head's layers. Raises UnsupportedModelError."""
     layer = {**config, **section(config, "model"), **section(config, "transformer_layer_config")}
     spec = llama.spec({"num_hidden_layers": 1, **layer, "tie_word_embeddings": False})
+    return replace(spec, first_key=FIRST_KEY, has_first_norm=False)
+
+
+def build(config: Config, parts: Parts, model: SpeculativeModel) -> Eagle:
+    """Build the head for a model. Raises UnsupportedModelError and WeightsError."""
+    spec = make_spec(config)
     actual = {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
     expected = {"vocab_size": model.spec.vocab_size, "hidden_size": model.prompt_width}
     for key, value in actual.items():
         if value != expected[key]:
             raise ConfigurationError(f"{key} {value} differs from the model's {expected[key]}")
-    return Eagle(replace(spec, first_key=FIRST_KEY, has_first_norm=False), parts, model)
+    return Eagle(spec, parts, model)
 
 
 def _open_score(parts: Parts, spec: DecoderSpec, model: SpeculativeModel) -> Callable[[Tensor], Tensor]:

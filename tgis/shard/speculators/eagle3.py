@@ -102,18 +102,23 @@ def sources(config: Config) -> dict[str, Source]:
     }
 
 
-def build(config: Config, parts: Parts, model: SpeculativeModel) -> Eagle3:
-    """Build the head for a model. Raises UnsupportedModelError and WeightsError."""
+def make_spec(config: Config) -> DecoderSpec:
+    """Return the specification of the head's layer. Raises UnsupportedModelError."""
     layer = {**config, **section(config, "transformer_layer_config")}
     refuse_others(layer, num_hidden_layers=1)
+    spec = llama.spec({**layer, "num_hidden_layers": 1, "tie_word_embeddings": False})
+    return replace(spec, first_key=FIRST_KEY, attention_input_size=2 * spec.hidden_size)
+
+
+def build(config: Config, parts: Parts, model: SpeculativeModel) -> Eagle3:
+    """Build the head for a model. Raises UnsupportedModelError and WeightsError."""
+    spec = make_spec(config)
     refuse_others(section(config, "eagle_config"), use_aux_hidden_state=True)
     refuse_others(config, target_hidden_size=model.spec.hidden_size)
-    spec = llama.spec({**layer, "num_hidden_layers": 1, "tie_word_embeddings": False})
     if spec.vocab_size != model.spec.vocab_size:
         raise ConfigurationError(
             f"vocab_size {spec.vocab_size} differs from the model's {model.spec.vocab_size}"
         )
-    spec = replace(spec, first_key=FIRST_KEY, attention_input_size=2 * spec.hidden_size)
     return Eagle3(spec, parts, model, config)
 
 

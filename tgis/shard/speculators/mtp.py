@@ -96,7 +96,7 @@ def load_mtp(directory: Path, config: Config, model: SpeculativeModel, dtype: to
         group = ProcessGroup(0, 1, device=kernels.device)
         scheme = find_scheme(find_scheme_name(None, read_settings(config, directory)))
         parts = Parts(group, weights, dtype, kernels, scheme=scheme)
-        head = MTPHead(_make_spec(model.spec), parts, model, layout.is_token_first)
+        head = MTPHead(make_spec(model.spec), parts, model, layout.is_token_first)
         if unread := min(_list_unread(layout, model.spec, weights.list_unread()), default=None):
             raise WeightsError(f"tensor {unread} is not read: its config.json describes another head")
     return head
@@ -115,8 +115,8 @@ def _find_layout(config: Config) -> MTPLayout:
     return layout
 
 
-def _make_spec(spec: DecoderSpec) -> DecoderSpec:
-    """Return the specification of a layer like the model's last one."""
+def make_spec(spec: DecoderSpec) -> DecoderSpec:
+    """Return the specification of a layer like the model's last one. Raises UnsupportedModelError."""
     if any(spec.windows):
         raise UnsupportedModelError(f"{NAME} of a model with a sliding window are not supported")
     experts = None if spec.experts is None else replace(spec.experts, dense_layers=frozenset())
