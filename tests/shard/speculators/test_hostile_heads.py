@@ -121,7 +121,7 @@ def test_each_damaged_tensor_ends_the_start_with_one_line(base: Base, kind: str,
 
 @pytest.mark.parametrize("kind", CASES)
 def test_the_cache_is_known_before_weights_are_read(base: Base, kind: str, tmp_path: Path) -> None:
-    served_base, name, file = write(kind, base, tmp_path / "heads")
+    served_base, name, _ = write(kind, base, tmp_path / "heads")
     directory = served_base.directory
     plan = prepare(configure(directory, speculator=name, block_size=8))
     cache = find_cache(name, plan.choice.spec)

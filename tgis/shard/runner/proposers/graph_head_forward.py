@@ -21,7 +21,7 @@ class GraphHeadForward(HeadForward):
     def __init__(self, head: DraftHead, attention: Attention) -> None:
         super().__init__(head, attention)
         self._recorder = GraphRecorder("steps of the speculator")
-        self._steps = dict[int, _CapturedStep]()  # by number of tokens
+        self._steps = dict[int, _CapturedAdvance]()  # by number of tokens
         self._scores = dict[int, _CapturedScores]()  # by number of states
 
     def advance(self, states: Tensor, inputs: StepInputs) -> Tensor:
@@ -32,14 +32,14 @@ class GraphHeadForward(HeadForward):
         scores = self._scores.get(len(states)) or self._capture_scores(states)
         return super()._score(states) if scores is None else scores.run(states)
 
-    def _capture(self, states: Tensor, inputs: StepInputs) -> "_CapturedStep | None":
+    def _capture(self, states: Tensor, inputs: StepInputs) -> "_CapturedAdvance | None":
         if len(states) > MAX_CAPTURED_TOKENS:
             return None
         fixed = self._recorder.pool.empty(states.shape)
         recorded = self._recorder.record(lambda: [self.head.advance(fixed, inputs, self._attention)])
         if recorded is None:
             return None
-        step = self._steps[len(states)] = _CapturedStep(recorded.graph, fixed, inputs, recorded.outputs[0])
+        step = self._steps[len(states)] = _CapturedAdvance(recorded.graph, fixed, inputs, recorded.outputs[0])
         return step
 
     def _capture_scores(self, states: Tensor) -> "_CapturedScores | None":
@@ -54,7 +54,7 @@ class GraphHeadForward(HeadForward):
 
 
 @dataclass(frozen=True)
-class _CapturedStep:
+class _CapturedAdvance:
     graph: KernelGraph
     states: Tensor  # memory that the captured kernels read, like the next; later inputs are copied into it
     inputs: StepInputs
