@@ -89,7 +89,7 @@ class LuckyProposer:
         return Drafts(drafts)
 
     def follows(self, sequence: Sequence, num_sequences: int) -> bool:
-        return len(sequence.token_ids) % 8 != 0
+        return True
 
     def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
         """Learn nothing."""
