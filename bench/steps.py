@@ -17,7 +17,12 @@ MAX_LENGTH = 4096
 
 
 def load_runner(
-    model: Path, dtype: str, cache_tokens: int, quantize: str | None = None, kv_cache_dtype: str = "auto"
+    model: Path,
+    dtype: str,
+    cache_tokens: int,
+    quantize: str | None = None,
+    kv_cache_dtype: str = "auto",
+    **options: Any,
 ) -> ModelRunner:
     """Create a model runner like a shard's."""
     config = ShardConfig(
@@ -29,6 +34,7 @@ def load_runner(
         kv_cache_tokens=cache_tokens,
         kv_cache_dtype=kv_cache_dtype,
         max_sequence_length=MAX_LENGTH,
+        **options,
     )
     return load(config)
 
@@ -43,11 +49,13 @@ class Rows:
     max_new: int
     seed: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_drafts: int = 0
+    """Drafts for which each step has blocks."""
     _most: int = field(init=False)
     _num_blocks: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self._most = -(-(self.length + self.max_new) // self._block_size)  # blocks of a row
+        self._most = -(-(self.length + self.max_new + self.max_drafts) // self._block_size)  # blocks of a row
 
     @property
     def _block_size(self) -> int:
@@ -96,7 +104,7 @@ class Rows:
 
     def _request(self, opened: Sequence[pb.OpenRow], rows: range, start: int, end: int) -> pb.StepRequest:
         """Return a step with tokens [start, end) of each row."""
-        wanted, fresh = -(-end // self._block_size), []
+        wanted, fresh = -(-(end + self.max_drafts) // self._block_size), []
         for row in rows:
             begin = row * self._most
             fresh.append(range(begin + self._num_blocks[row], begin + wanted))

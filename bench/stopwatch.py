@@ -74,9 +74,9 @@ class WatchedForward:
         self.seconds: list[float] = []
         self.batch: Batch | None = None
 
-    def __call__(self, batch: Batch) -> Outputs:
+    def __call__(self, batch: Batch, is_tapped: bool = True) -> Outputs:
         self.batch, begin = batch, time.perf_counter()
-        outputs = self.forward(batch)
+        outputs = self.forward(batch, is_tapped)
         self.seconds.append(time.perf_counter() - begin)
         return outputs
 

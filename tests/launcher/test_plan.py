@@ -261,6 +261,9 @@ def test_a_speculator_beside_the_model(config: LauncherConfig, tmp_path: Path) -
     plan = make_plan(named)
     assert (plan.model_path, plan.speculator) == (Path(config.model_name), snapshot)
     assert make_plan(config).speculator is None
+    # Without drafts, it is neither looked for nor loaded.
+    assert make_plan(replace(named, speculate=0, speculator="org/missing")).speculator is None
+    assert make_plan(replace(named, speculate=1)).speculator == snapshot
     assert make_plan(replace(config, speculator="mtp")).speculator == Path("mtp")  # the model's own head
 
 
@@ -286,6 +289,8 @@ def test_a_speculator_names_its_model(
     plan = make_plan(asked)
     assert (plan.model_path, plan.tokenizer_path, plan.speculator) == (tmp_path, tmp_path, directory)
     assert plan.max_sequence_length == 512
+    without = make_plan(replace(asked, speculate=0))
+    assert (without.model_path, without.base_name, without.speculator) == (tmp_path, str(tmp_path), None)
     files = RunFiles(plan, None, None)
     try:
         configs = ChildConfigs(asked, plan, files)

@@ -210,6 +210,8 @@ def test_speculators_and_the_models_that_they_name(hub: Hub, tmp_path: Path) -> 
     hub.repos["org/heads"] = Repo(heads | {"config.json": named})
     hub.repos["org/others"] = Repo(heads | {"config.json": b"{}"})
     config = config_of(hub, tmp_path, model_name="org/heads", speculator="org/others")
+    download(replace(config, speculate=0))
+    assert not [*tmp_path.glob("models--org--others")]
     download(config)
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/snapshots/*/*.safetensors")}
     assert {file.partition("/")[0] for file in files} == {

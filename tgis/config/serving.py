@@ -207,7 +207,8 @@ class ServingOptions:
     speculate: int | None = option(
         "Maximum number of draft tokens per sequence and step. Without --speculator, they are copied from "
         "what followed the sequence's newest tokens where they occurred before (n-gram speculation). Outputs "
-        "do not change. 0: none; unset: as many as --speculator drafts, else none.",
+        "do not change. 0: none, and --speculator is not loaded; unset: as many as --speculator drafts, else "
+        "none.",
         None,
         minimum=0,
         maximum=16,

@@ -65,14 +65,17 @@ def make_plan(config: LauncherConfig, gguf_path: Path | None = None) -> Plan:
     _warn_of_older_names(config)
     cache = hub_cache(config)
     path = gguf_path or find_model(config.model_name, config.revision, cache)
-    speculator = find_speculator(config.speculator, cache) if config.speculator else None
+    uses_speculator = config.speculate != 0
+    speculator = find_speculator(config.speculator, cache) if config.speculator and uses_speculator else None
     if base_name := find_base_name(path):  # TGI's choice: a speculator names its model
-        if speculator is not None:
+        if config.speculator is not None:
             raise LaunchError(
                 f"speculator: {config.model_name} is a speculator itself: leave out one of them"
             )
-        speculator = path.absolute()
+        speculator = path.absolute() if uses_speculator else None
         path = find_model(base_name, None, cache)
+    if (config.speculator or base_name) and not uses_speculator:
+        logger.info("no speculator is loaded, because --speculate is 0")
     model_config = model_files.read_config(path)
     tokenizer = _find_tokenizer(config.tokenizer_name, cache) if config.tokenizer_name else path
     has_fast = (tokenizer / TOKENIZER).is_file()

@@ -60,6 +60,7 @@ def _missing(config: LauncherConfig, cache: Path) -> Iterator[list[str]]:
     if (
         (name := config.speculator)
         and name != MTP
+        and config.speculate != 0
         and _lacks(name, find_snapshot(cache_entry(name, cache), None))
     ):
         yield [*_arguments(name, None), "--extension", SPECULATOR_FILES, "--no-auto-convert"]

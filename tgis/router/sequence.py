@@ -216,6 +216,9 @@ class Sequence:
     """Slot of the state, if the sequence is running and the model keeps one."""
     state_source: int | None = None
     """Slot with the state before the first token that the sequence computes; None: no token precedes it."""
+    is_followed: bool = False
+    """True if the shards' speculator has followed the sequence since its admission, so that it can propose
+    drafts."""
     is_long: bool = False
     """True if the row uses the long rotary frequencies, because the short ones cover too few tokens."""
     num_published: int = 0

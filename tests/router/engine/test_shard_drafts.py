@@ -50,7 +50,10 @@ class LeaveToShards:
         self.left -= allowed
         return Drafts(max_proposed=allowed)
 
-    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+    def follows(self, sequence: Sequence, num_sequences: int) -> bool:
+        return True
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
         self.results += results
 
 

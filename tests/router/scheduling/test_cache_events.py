@@ -16,7 +16,7 @@ Path = tuple[int, ...]
 
 
 def root(tenant: str = "", salt: bytes = b"", adapters: tuple[str, ...] = ()) -> Hashable:
-    return "decoder", CacheSalt(tenant, salt), adapters, (), False
+    return "decoder", CacheSalt(tenant, salt), adapters, (), False, False
 
 
 VISIBLE = [root(), root("a")]

@@ -88,7 +88,10 @@ class LuckyProposer:
             self.left -= len(drafts)
         return Drafts(drafts)
 
-    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+    def follows(self, sequence: Sequence, num_sequences: int) -> bool:
+        return True
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
         """Learn nothing."""
 
     def propose_in_shard(self, row: Row, max_drafts: int) -> list[int]:

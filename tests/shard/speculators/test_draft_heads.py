@@ -23,6 +23,7 @@ from tests.support.shard.tuned import Tuned
 from tgis.prompts.lora_files import read_adapter_files
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.proposers.draft_head import DraftHeadProposer
+from tgis.shard.runner.proposers.graph_head_forward import GraphHeadForward
 from tgis.shard.speculators.eagle3 import find_layers
 from tgis.shard.speculators.interface import SpeculatorError
 from tgis.shard.startup.load import load
@@ -60,6 +61,14 @@ def load_runner(base: Base, directory: Path, **options: Any) -> HostModelRunner:
     return runner
 
 
+def is_captured(runner: HostModelRunner) -> bool:
+    """Return True if the head's steps and their scores are replayed as kernel graphs."""
+    proposer = runner._speculator
+    assert isinstance(proposer, DraftHeadProposer)
+    forward = proposer._forward
+    return isinstance(forward, GraphHeadForward) and bool(forward._steps and forward._scores)
+
+
 @pytest.mark.parametrize("kind", CASES)
 def test_proposals_are_the_plain_models_and_outputs_do_not_change(
     base: Base, states: States, kind: str, tmp_path: Path
@@ -70,6 +79,7 @@ def test_proposals_are_the_plain_models_and_outputs_do_not_change(
     recorder = Recorder(runner)
     router = check_outputs(runner, base)
     assert any(map(runner.forward.find_graph, range(1, 65)))  # type: ignore[attr-defined]
+    assert is_captured(runner)
     assert router.num_right > 15 or kind not in LIKELY
     assert all(proposed or len(known) == 1 for known, proposed in recorder.proposed)
     plain.check(recorder.proposed)

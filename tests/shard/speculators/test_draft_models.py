@@ -127,11 +127,9 @@ def test_shared_and_preempted_sequences(base: Base, num_blocks: int) -> None:
 def test_a_row_without_its_prompt_gets_drafts_later(base: Base) -> None:
     """A step does not draft for a row of which the draft model lacks many tokens, but computes them."""
     runner = load_runner(base, base.directory)
-    proposer = runner._speculator
-    assert isinstance(proposer, DraftModelProposer)
-    proposer._num_idle_steps = 1000
     recorder = Recorder(runner)
-    service = Service(runner, 12, 0, 1, max_prompt_tokens=64, proposer=AlwaysDrafts())
+    never_follows = AlwaysDrafts(is_following=False)
+    service = Service(runner, 12, 0, 1, max_prompt_tokens=64, proposer=never_follows)
     service.run([greedy(draw_ids(3, 30), 20)])
     assert [bool(proposed) for _, proposed in recorder.proposed[:3]] == [False, True, True]
 

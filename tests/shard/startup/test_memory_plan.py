@@ -130,6 +130,12 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_read() -> None:
         check_fit(
             SPEC, group, torch.float32, demand, 3 * GIB, budget(4 * GIB + needed - 1, adapter_bytes=GIB)
         )
+    with_drafts = {"draft_bytes": BLOCK_BYTES}  # a speculator's cache is as large as the model's
+    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(3 * GIB + 2 * needed), **with_drafts)
+    with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
+        check_fit(
+            SPEC, group, torch.float32, demand, 3 * GIB, budget(3 * GIB + 2 * needed - 1), **with_drafts
+        )
     with pytest.raises(
         ModelTooLargeError, match=r"weights soft prompts and adapters may take 1\.00 GiB, but only 0"
     ):

@@ -1,14 +1,17 @@
 """Draft models, and transformers as the oracle of their proposals."""
 
 import json
+import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from tgis.router.scheduling.step import DraftResult, Drafts, Step
+from tgis.router.scheduling.prefix_cache import stop_following
+from tgis.router.scheduling.step import NO_DRAFTS, DraftResult, Drafts, Step
 from tgis.router.sequence import Sequence as Row
 
 MAX_DRAFTS = 4
@@ -51,8 +54,11 @@ class Oracle:
         assert logits.argmax(-1).tolist() == list(proposed)
 
 
+@dataclass
 class AlwaysDrafts:
     """`Proposer` of the router that requests drafts of every sequence."""
+
+    is_following: bool = True
 
     def begin(self, num_sequences: int, max_drafts: int) -> bool:
         return max_drafts > 0
@@ -60,5 +66,36 @@ class AlwaysDrafts:
     def propose(self, sequence: Row, max_drafts: int) -> Drafts:
         return Drafts(max_proposed=max(0, min(max_drafts, MAX_DRAFTS)), waits=True)
 
-    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+    def follows(self, sequence: Row, num_sequences: int) -> bool:
+        return self.is_following
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
         pass
+
+
+class SwitchedDrafts(AlwaysDrafts):
+    """`Proposer` of the router that follows only some sequences, and stops to follow them at times."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self._followed: list[Row] = []
+        self.num_stopped = self.num_unfollowed = 0
+
+    def begin(self, num_sequences: int, max_drafts: int) -> bool:
+        if self._random.random() < 0.1:
+            self.num_stopped += any(sequence.row is not None for sequence in self._followed)
+            for sequence in self._followed:
+                stop_following(sequence)
+            self._followed.clear()
+        return super().begin(num_sequences, max_drafts)
+
+    def propose(self, sequence: Row, max_drafts: int) -> Drafts:
+        return super().propose(sequence, max_drafts) if sequence.is_followed else NO_DRAFTS
+
+    def follows(self, sequence: Row, num_sequences: int) -> bool:
+        if self._random.random() < 0.3:
+            self.num_unfollowed += 1
+            return False
+        self._followed.append(sequence)
+        return True

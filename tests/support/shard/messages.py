@@ -110,6 +110,7 @@ class Steps:
         closed: Iterable[int] = (),
         drafts: dict[int, list[int]] | None = None,
         max_drafts: dict[int, int] | None = None,
+        is_followed: bool = True,
     ) -> pb.StepRequest:
         """Return a request. Work is (row, start, end); `drafts` and `max_drafts` are by row."""
         opened, guesses = list(opened), [(drafts or {}).get(row, []) for row, _, _ in work]
@@ -136,6 +137,7 @@ class Steps:
             num_drafts=pack(map(len, guesses)) if drafts else b"",
             draft_ids=pack(token_id for ids in guesses for token_id in ids),
             max_drafts=pack(own_drafts) if max_drafts else b"",
+            followed=bytes([1] * len(work)) if is_followed else b"",
         )
 
     def _extend(self, row: int, end: int) -> list[int]:

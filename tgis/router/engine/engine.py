@@ -182,7 +182,7 @@ class Engine:
         if not answer.step.max_proposed:  # a step with the shards' drafts also computes their speculator
             self._budget.observe(answer.num_tokens, answer.forward_s)
         if self._proposer is not None:
-            self._proposer.observe(answer.step, answer.drafts, answer.forward_s)
+            self._proposer.observe(answer.step, answer.drafts, answer.forward_s, answer.follow_s)
         for details in answer.input_details:
             self._take_input_details(details)
         self._take_tokens(answer.sampled)

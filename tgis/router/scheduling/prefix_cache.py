@@ -8,6 +8,9 @@ from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.state_pool import StatePool
 from tgis.router.sequence import CacheSalt, Sequence
 
+UNREACHABLE = ("unreachable",)
+"""Root of blocks that no look-up finds."""
+
 
 @dataclass(frozen=True)
 class Cached:
@@ -127,6 +130,14 @@ def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
         prefix = pool.publish(prefix, tokens, block)
 
 
+def stop_following(sequence: Sequence) -> None:
+    """Note that the shards' speculator no longer follows a sequence. Its further blocks lack the speculator's
+    keys and values, so no sequence may find them after those that have them."""
+    if sequence.is_followed:
+        sequence.is_followed = False
+        sequence.published_prefix = UNREACHABLE
+
+
 def publish_state(pool: BlockPool, sequence: Sequence, end: int, slot: int) -> None:
     """Publish a snapshot of the state after `end` tokens, unless the sequence has been stopped since."""
     assert pool.states is not None, "the slot is one of the pool's"
@@ -138,7 +149,8 @@ def publish_state(pool: BlockPool, sequence: Sequence, end: int, slot: int) -> N
 
 def decoder_root(sequence: Sequence) -> Hashable:
     """Return a key of everything that the decoder's KV cache depends on, except its tokens."""
-    return "decoder", *_shared_root(sequence), sequence.is_long
+    # A speculator has keys and values of its own in the blocks of the sequences that it follows.
+    return "decoder", *_shared_root(sequence), sequence.is_long, sequence.is_followed
 
 
 def encoder_root(sequence: Sequence) -> Hashable:
@@ -151,7 +163,7 @@ def tenant_of_root(root: Hashable) -> str | None:
     """Return the tenant whose sequences find the blocks after a root by their tokens alone. Return None if
     they also need a salt, an adapter or an encoder's input."""
     match root:
-        case ("decoder", CacheSalt(tenant=tenant, salt=b""), (), (), _):
+        case ("decoder", CacheSalt(tenant=tenant, salt=b""), (), (), _, _):
             return tenant
     return None
 

@@ -258,6 +258,8 @@ class Scheduler:
         if sequence in self._last_step:
             return None
         sequence.is_long = 0 < self._rope_switch_len < len(sequence.token_ids)
+        if self._proposer is not None:
+            sequence.is_followed = self._proposer.follows(sequence, len(self.running) + 1)
         cached = find_cached(self.pool, sequence)
         if cached.num_to_encode >= budget and not is_alone:
             return None
@@ -313,15 +315,17 @@ class Scheduler:
 
     def _send(self, decodes: list[WorkItem], prompts: list[WorkItem], newcomers: list[WorkItem]) -> Step:
         may_draft = self._proposer is not None
+        work = [*decodes, *prompts, *newcomers]
         step = Step(
             self._num_steps,
-            [*decodes, *prompts, *newcomers],
+            work,
             num_decodes=len(decodes),
             num_drafts=sum(len(item.drafts.token_ids) for item in decodes) if may_draft else 0,
             max_proposed=sum(item.drafts.max_proposed for item in decodes) if may_draft else 0,
             num_encoder_tokens=sum(item.sequence.num_to_encode for item in newcomers),
             joins=0 < len(newcomers) < len(self.running),
             closed_rows=self.rows.take_closed(),
+            num_followed=sum(item.sequence.is_followed for item in work) if may_draft else 0,
         )
         self._num_steps += 1
         self.num_drafts += step.num_drafts

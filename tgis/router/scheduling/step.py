@@ -69,6 +69,8 @@ class Step:
     joins: bool
     """True if newly admitted sequences join running ones."""
     closed_rows: list[int]
+    num_followed: int = 0
+    """Number of sequences that the shards' speculator follows."""
     blocks_to_release: list[list[int]] = field(default_factory=list)
 
     @property

@@ -56,6 +56,8 @@ class StepAnswer:
     """`StepPath` in lower case, such as graph; empty if the shards have no GPU."""
     drafts: AnySequence[DraftResult] = ()
     """Results of the sequences with drafts."""
+    follow_s: float = 0.0
+    """The part of `forward_s` in which the shards' speculator followed the step."""
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +83,7 @@ def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
         draft_ids=_pack([token_id for each in drafts for token_id in each.token_ids]),
         max_drafts=_pack([each.max_proposed for each in drafts]) if step.max_proposed else b"",
         state_saves=b"" if all(slot is None for slot in saves) else _pack([*map(_encode_slot, saves)]),
+        followed=bytes([item.sequence.is_followed for item in step.work]) if step.num_followed else b"",
         timeout_ms=min(round(1000 * timeout_s), MAX_U32),
     )
 
@@ -110,6 +113,7 @@ def decode_answer(step: Step, response: pb.StepResponse) -> StepAnswer:
         sum(proposed.values()),
         _read_path(response),
         [*_draft_results(step, response, proposed)] if step.num_drafts or proposed else (),
+        response.follow_ns / 1e9,
     )
 
 

@@ -146,12 +146,15 @@ class Kernels(Rounder, Protocol):
         """Return rows ids + offset, int64 [num_tokens], of a table of weights: [num_tokens, size]."""
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add y, [num_tokens, size] or [size], to x in place and return x. In this and the
-        next three methods, x may have a row stride larger than `size`."""
+        """Add y, [num_tokens, size] or [size], to x in place and return x. In this method,
+        `multiply_sigmoid`, `scale` and `clamp`, x may have a row stride larger than `size`."""
 
     def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply x by sigmoid(gate), both [num_tokens, size], in place and return x. Either may have a row
         stride larger than `size`."""
+
+    def concatenate(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x and y side by side, float32 [num_tokens, sum of both sizes]."""
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Multiply x, [num_tokens, size], by a factor in place and return x."""

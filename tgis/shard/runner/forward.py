@@ -25,8 +25,9 @@ class Forward:
         self.attention = attention
         self.taps = taps
 
-    def __call__(self, batch: Batch) -> Outputs:
-        x, tapped = self.run_layers(batch.inputs)
+    def __call__(self, batch: Batch, is_tapped: bool = True) -> Outputs:
+        """Compute a step. Without `is_tapped`, the taps are left out."""
+        x, tapped = self.run_layers(batch.inputs, self.taps if is_tapped else NO_TAPS)
         adapters = batch.inputs.adapters
         at = batch.sampled_x
         if not len(at):
@@ -35,8 +36,8 @@ class Forward:
             return Outputs(x, self.model.logits(x, adapters), tapped)
         return Outputs(x, self.model.logits(x[at], adapters and adapters.take(at)), tapped)
 
-    def run_layers(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-        if not self.taps:
+    def run_layers(self, inputs: StepInputs, taps: Taps) -> tuple[Tensor, Tensor | None]:
+        if not taps:
             return self.model.forward(inputs, self.attention), None
         assert isinstance(self.model, SpeculativeModel), "other models have no taps"
-        return self.model.forward_tapped(inputs, self.attention, self.taps)
+        return self.model.forward_tapped(inputs, self.attention, taps)

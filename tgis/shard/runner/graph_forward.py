@@ -1,20 +1,15 @@
 """Captures the kernel launches of small steps on the CPU and replays them for similar steps."""
 
-import logging
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from tgis.shard.attention.interface import Attention
-from tgis.shard.kernels.cpu.jit.compiler import capture
-from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph
 from tgis.shard.models.interface import NO_TAPS, Model, StepInputs, Taps
 from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.forward import Forward, Outputs
-from tgis.shard.torch_internals import ForbidOperators, TorchOperatorError
-
-logger = logging.getLogger(__name__)
-
-# Maximum number of tokens in a captured step. For larger steps, a replay saves almost nothing.
-MAX_CAPTURED_TOKENS = 64
+from tgis.shard.runner.graph_recorder import MAX_CAPTURED_TOKENS, GraphRecorder
 
 
 class GraphForward(Forward):
@@ -26,34 +21,33 @@ class GraphForward(Forward):
 
     def __init__(self, model: Model, attention: Attention, taps: Taps = NO_TAPS):
         super().__init__(model, attention, taps)
-        self._pool = MemoryPool()
-        self._steps = dict[int, _CapturedStep]()
-        self._can_capture = True
+        self._recorder = GraphRecorder("steps")
+        self._steps = dict[tuple[int, bool], _CapturedStep]()  # by number of tokens, and whether it has taps
 
-    def __call__(self, batch: Batch) -> Outputs:
-        if not self._can_capture or not _is_plain(batch):
-            return super().__call__(batch)
-        step = self._steps.get(len(batch.inputs.token_ids)) or self._capture(batch.inputs)
-        return super().__call__(batch) if step is None else step.run(batch.inputs)
+    def __call__(self, batch: Batch, is_tapped: bool = True) -> Outputs:
+        if not self._recorder.can_record or not _is_plain(batch):
+            return super().__call__(batch, is_tapped)
+        taps = self.taps if is_tapped else NO_TAPS
+        key = len(batch.inputs.token_ids), bool(taps)
+        step = self._steps.get(key) or self._capture(batch.inputs, taps)
+        return super().__call__(batch, is_tapped) if step is None else step.run(batch.inputs)
 
     def find_graph(self, num_tokens: int) -> KernelGraph | None:
-        """Return the kernel graph of plain steps with that many tokens, or None before the first such
-        step."""
-        step = self._steps.get(num_tokens)
+        """Return the kernel graph of plain steps with that many tokens, without taps if there are several, or
+        None before the first such step."""
+        step = self._steps.get((num_tokens, False)) or self._steps.get((num_tokens, True))
         return None if step is None else step.graph
 
-    def _capture(self, inputs: StepInputs) -> "_CapturedStep | None":
-        try:
-            with ForbidOperators(), capture(self._pool.empty) as launches:  # type: ignore[no-untyped-call]
-                x, tapped = self.run_layers(inputs)
-                logits = self.model.logits(x)
-        except TorchOperatorError as error:
-            logger.info("steps are not captured as kernel graphs, because the model uses %s", error)
-            self._can_capture = False
+    def _capture(self, inputs: StepInputs, taps: Taps) -> "_CapturedStep | None":
+        def run() -> list[Tensor]:
+            x, tapped = self.run_layers(inputs, taps)
+            return [x, self.model.logits(x), *([] if tapped is None else [tapped])]
+
+        recorded = self._recorder.record(run)
+        if recorded is None:
             return None
-        tapped = None if tapped is None else self._pool.read_view(tapped)
-        outputs = Outputs(self._pool.read_view(x), self._pool.read_view(logits), tapped)
-        step = self._steps[len(inputs.token_ids)] = _CapturedStep(KernelGraph(launches), inputs, outputs)
+        step = _CapturedStep(recorded.graph, inputs, Outputs(*recorded.outputs))
+        self._steps[len(inputs.token_ids), bool(taps)] = step
         return step
 
 

@@ -6,18 +6,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import EncodingModel
-from tgis.shard.runner.batch_builder import Batch, BatchBuilder
+from tgis.shard.runner.batch_builder import Batch, BatchBuilder, Work
 from tgis.shard.runner.columns import read_column
 from tgis.shard.runner.forward import Forward, Outputs
 from tgis.shard.runner.host_sampler import HostSampler
-from tgis.shard.runner.proposer import FollowingProposer
-from tgis.shard.runner.row_table import Integers, RowTable
+from tgis.shard.runner.proposer import FollowedWork, FollowingProposer
+from tgis.shard.runner.row_table import Booleans, Integers, RowTable
 from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import Guides
 
@@ -82,25 +84,53 @@ class HostModelRunner:
                 assert isinstance(self.model, EncodingModel), "encoder inputs for a model without an encoder"
                 self.model.encode(encoder_inputs, self.forward.attention)
             if batch is not None:
-                self._compute_batch(batch, response)
+                self._compute_batch(batch, self._find_followed(request), response)
         if states is not None:
             save_states(request, states, self._table)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
 
-    def _compute_batch(self, batch: Batch, response: pb.StepResponse) -> None:
+    def _find_followed(self, request: pb.StepRequest) -> Booleans:
+        """Return bool [max_rows], True for the rows that the speculator follows in a step."""
+        is_followed = np.zeros(len(self._table.rows), np.bool_)
+        if request.followed:
+            flags = np.frombuffer(request.followed, np.bool_)
+            is_followed[read_column(request.rows)[flags]] = True
+        return is_followed
+
+    def _compute_batch(self, batch: Batch, is_followed: Booleans, response: pb.StepResponse) -> None:
         work = batch.work
         adapters = batch.inputs.adapters
-        outputs = self.forward(batch)
+        follows = self._speculator is not None and bool(is_followed[work.rows].any())
+        outputs = self.forward(batch, is_tapped=follows)
         states = outputs.x if outputs.tapped is None else outputs.tapped
-        if self._speculator is not None and work.drafts is not None:
+        if follows and work.drafts is not None:
             states = states.clone()  # rows that are computed again without drafts overwrite it
         self._sampler.answer(work, adapters, outputs, response)
         if self._speculator is not None:
-            self._speculator.follow(work.rows, work.starts, work.layout.begins, states, adapters)
+            began = time.perf_counter_ns()
+            self._follow(self._speculator, work, is_followed[work.rows], states, adapters)
+            response.follow_ns = time.perf_counter_ns() - began
+
+    def _follow(
+        self,
+        speculator: FollowingProposer,
+        work: Work,
+        is_followed: Booleans,
+        states: Tensor,
+        adapters: TokenAdapters | None,
+    ) -> None:
+        """Let the speculator follow the sequences of a step for which `is_followed` [num_seqs] is True."""
+        others = ~is_followed
+        if others.any():
+            speculator.skip(work.rows[others], work.starts[others])
+        if is_followed.any():
+            columns = (work.rows, work.starts, work.ends, work.layout.begins[:-1])
+            followed = FollowedWork(*(column[is_followed] for column in columns))
+            speculator.follow(followed, states, adapters)
 
     def _compute(self, rows: Integers) -> Outputs:
-        return self.forward(self._builder.pack_work(self._builder.find_last(rows)))
+        return self.forward(self._builder.pack_work(self._builder.find_last(rows)), is_tapped=False)
 
 
 def open_states(request: pb.StepRequest, states: StateCache) -> None:

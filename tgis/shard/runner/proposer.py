@@ -1,7 +1,7 @@
 """A shard's own draft proposer, for rows for which the router requests drafts of the shard."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,19 @@ class DraftProposer(Protocol):
         prompt and generated tokens of each row; the model has not computed the last one yet."""
 
 
+class FollowedWork(NamedTuple):
+    """Rows of a step whose speculator follows them."""
+
+    rows: Integers  # [n]
+    starts: Integers  # [n], positions of the first tokens
+    ends: Integers  # [n], positions after the last tokens, including drafts
+    begins: Integers  # [n], indices of the first tokens in the step
+
+    @property
+    def counts(self) -> Integers:
+        return self.ends - self.starts
+
+
 class FollowingProposer(DraftProposer, Protocol):
     """`DraftProposer` that follows the rows' steps."""
 
@@ -29,16 +42,12 @@ class FollowingProposer(DraftProposer, Protocol):
     def open_rows(self, rows: Integers) -> None:
         """Forget what is known of rows [n] that were opened again."""
 
-    def follow(
-        self,
-        rows: Integers,
-        starts: Integers,
-        begins: Integers,
-        x: Tensor,
-        adapters: TokenAdapters | None,
-    ) -> None:
-        """Follow the rows [num_seqs] of a step after their tokens were sampled. A row's tokens from position
-        `starts` on begin at index `begins` [num_seqs + 1] of the model's output `x`."""
+    def follow(self, work: FollowedWork, x: Tensor, adapters: TokenAdapters | None) -> None:
+        """Follow a step after its tokens were sampled. `x` is the model's output for all of its tokens."""
+
+    def skip(self, rows: Integers, starts: Integers) -> None:
+        """Note that a step computes tokens of rows [n] from position `starts` on, and that it is not followed
+        for these rows. They get no drafts until they are opened again."""
 
 
 def merge_proposed(

@@ -37,14 +37,17 @@ class DraftHead(Protocol):
 
     def advance(self, states: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
         """Return the states after tokens, given those before them, float32 [num_tokens, state_size], which
-        are overwritten."""
+        are overwritten. A token has the position of the state before it."""
 
-    def choose(self, states: Tensor) -> Tensor:
-        """Return the most likely next tokens, int64 [n], given states that `advance` returned."""
+    def score(self, states: Tensor) -> Tensor:
+        """Return the scores of the next tokens, float32 [n, any], given states that `advance` returned."""
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Return the tokens with the highest scores, int64 [n]."""
 
 
 class HeadLayers:
-    """Blocks of a decoder and their rotary embeddings. Positions are those of the states."""
+    """Blocks of a decoder and their rotary embeddings."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, num_blocks: int):
         self._add = parts.kernels.add
@@ -52,8 +55,7 @@ class HeadLayers:
         self._blocks = [make_block(spec, parts, layer) for layer in range(num_blocks)]
 
     def make_context(self, inputs: StepInputs, attention: Attention) -> StepContext:
-        positions = inputs.positions - 1  # a token has the position of the state before it
-        angles = tuple(rotary(positions.clamp_(min=0)) for rotary in self._rotaries)
+        angles = tuple(rotary(inputs.positions) for rotary in self._rotaries)
         return StepContext(attention, inputs.plan, angles, None)
 
     def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:

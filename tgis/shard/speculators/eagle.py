@@ -5,7 +5,6 @@ model's final state before it, and predict the final state after it, which the m
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from tgis.hub.speculators import find_eagle
@@ -36,17 +35,21 @@ class Eagle:
     def __init__(self, spec: DecoderSpec, parts: Parts, model: SpeculativeModel):
         self.spec = spec
         self.state_size = size = spec.hidden_size
+        self._concatenate = parts.kernels.concatenate
         self._embed = open_embedding(parts, spec, model)
         self._project = Replicated(parts, "fc", 2 * size, size, bias=parts.weights.has("fc.bias"))
         self._layers = HeadLayers(spec, parts, spec.num_layers)
         self._score = _open_score(parts, spec, model)
 
     def advance(self, states: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
-        x = torch.cat((self._embed(inputs.token_ids), states), 1)  # [num_tokens, 2 * hidden_size]
+        x = self._concatenate(self._embed(inputs.token_ids), states)  # [num_tokens, 2 * hidden_size]
         return self._layers(self._project(x, None), inputs, attention)
 
-    def choose(self, states: Tensor) -> Tensor:
-        return self._score(states).argmax(-1)
+    def score(self, states: Tensor) -> Tensor:
+        return self._score(states)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        return scores.argmax(-1)
 
 
 def reads(config: Config) -> bool:
@@ -63,16 +66,22 @@ def sources(config: Config) -> dict[str, Source]:
     return {**own, "fc": "fc", "embed": "embed_tokens", "head": "lm_head"}
 
 
-def build(config: Config, parts: Parts, model: SpeculativeModel) -> Eagle:
-    """Build the head for a model. Raises UnsupportedModelError and WeightsError."""
+def make_spec(config: Config) -> DecoderSpec:
+    """Return the specification of the head's layers. Raises UnsupportedModelError."""
     layer = {**config, **section(config, "model"), **section(config, "transformer_layer_config")}
     spec = llama.spec({"num_hidden_layers": 1, **layer, "tie_word_embeddings": False})
+    return replace(spec, first_key=FIRST_KEY, has_first_norm=False)
+
+
+def build(config: Config, parts: Parts, model: SpeculativeModel) -> Eagle:
+    """Build the head for a model. Raises UnsupportedModelError and WeightsError."""
+    spec = make_spec(config)
     actual = {"vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size}
     expected = {"vocab_size": model.spec.vocab_size, "hidden_size": model.prompt_width}
     for key, value in actual.items():
         if value != expected[key]:
             raise ConfigurationError(f"{key} {value} differs from the model's {expected[key]}")
-    return Eagle(replace(spec, first_key=FIRST_KEY, has_first_norm=False), parts, model)
+    return Eagle(spec, parts, model)
 
 
 def _open_score(parts: Parts, spec: DecoderSpec, model: SpeculativeModel) -> Callable[[Tensor], Tensor]:

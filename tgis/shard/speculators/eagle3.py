@@ -45,6 +45,7 @@ class Eagle3:
         self.state_size = spec.hidden_size
         self.taps = _read_taps(config, parts, spec.hidden_size, model)
         self._add = parts.kernels.add
+        self._concatenate = parts.kernels.concatenate
         self._keeps_norm = bool(config.get("norm_before_residual"))
         self._layers = HeadLayers(spec, parts, 0)
         norms = (f"blocks.0.{name}" for name in ("norm_token", "norm_state", "norm_2"))
@@ -62,16 +63,19 @@ class Eagle3:
     def advance(self, states: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
         token = self._norm_token(self._embed(inputs.token_ids))
         state = self._norm_state(states)
+        source = BranchInput(self._concatenate(token, state))  # [num_tokens, 2 * hidden_size]
         # The layer adds to x in place, and nothing else reads the states any more.
-        x = state.clone() if self._keeps_norm else states
-        source = BranchInput(torch.cat((token, state), 1))  # [num_tokens, 2 * hidden_size]
+        x = state if self._keeps_norm else states
         context = self._layers.make_context(inputs, attention)
         delta = self._attend(x, source, context)
         delta = self._feed_forward(x, BranchInput(x, delta, self._norm_2), None)
         return x if delta is None else self._add(x, delta)
 
-    def choose(self, states: Tensor) -> Tensor:
-        chosen = self._score(self._norm(states)).argmax(-1)
+    def score(self, states: Tensor) -> Tensor:
+        return self._score(self._norm(states))
+
+    def choose(self, scores: Tensor) -> Tensor:
+        chosen = scores.argmax(-1)
         return chosen if self._ids is None else self._ids[chosen]
 
 
@@ -98,18 +102,23 @@ def sources(config: Config) -> dict[str, Source]:
     }
 
 
-def build(config: Config, parts: Parts, model: SpeculativeModel) -> Eagle3:
-    """Build the head for a model. Raises UnsupportedModelError and WeightsError."""
+def make_spec(config: Config) -> DecoderSpec:
+    """Return the specification of the head's layer. Raises UnsupportedModelError."""
     layer = {**config, **section(config, "transformer_layer_config")}
     refuse_others(layer, num_hidden_layers=1)
+    spec = llama.spec({**layer, "num_hidden_layers": 1, "tie_word_embeddings": False})
+    return replace(spec, first_key=FIRST_KEY, attention_input_size=2 * spec.hidden_size)
+
+
+def build(config: Config, parts: Parts, model: SpeculativeModel) -> Eagle3:
+    """Build the head for a model. Raises UnsupportedModelError and WeightsError."""
+    spec = make_spec(config)
     refuse_others(section(config, "eagle_config"), use_aux_hidden_state=True)
     refuse_others(config, target_hidden_size=model.spec.hidden_size)
-    spec = llama.spec({**layer, "num_hidden_layers": 1, "tie_word_embeddings": False})
     if spec.vocab_size != model.spec.vocab_size:
         raise ConfigurationError(
             f"vocab_size {spec.vocab_size} differs from the model's {model.spec.vocab_size}"
         )
-    spec = replace(spec, first_key=FIRST_KEY, attention_input_size=2 * spec.hidden_size)
     return Eagle3(spec, parts, model, config)
 
 

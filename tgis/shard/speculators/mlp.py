@@ -82,6 +82,10 @@ def sources(config: Config) -> dict[str, Source]:
     return shared | {"stages.{i}.proj": by_layer(lambda stage: f"proj.{min(stage, 1)}")}
 
 
+def make_spec(config: Config) -> None:
+    """Return None: it has no layers with a cache."""
+
+
 def build(config: Config, parts: Parts, model: SpeculativeModel) -> MLPSpeculator:
     """Build the speculator for a model. Raises UnsupportedModelError and WeightsError."""
     width = model.prompt_width

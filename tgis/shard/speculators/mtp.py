@@ -64,6 +64,7 @@ class MTPHead:
         self.spec = spec
         self.state_size = size = spec.hidden_size
         self._model = model
+        self._concatenate = parts.kernels.concatenate
         self._is_token_first = is_token_first
         self._norm_token, self._norm_state, self._norm = (
             make_norm(spec, parts, path) for path in ("norm_token", "norm_state", "norm")
@@ -75,11 +76,14 @@ class MTPHead:
         token = self._norm_token(self._model.embed_tokens(inputs.token_ids))
         state = self._norm_state(states)
         both = (token, state) if self._is_token_first else (state, token)
-        x = self._project(torch.cat(both, 1), None)
+        x = self._project(self._concatenate(*both), None)
         return self._norm(self._layers(x, inputs, attention))
 
-    def choose(self, states: Tensor) -> Tensor:
-        return self._model.scores(states).argmax(-1)
+    def score(self, states: Tensor) -> Tensor:
+        return self._model.scores(states)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        return scores.argmax(-1)
 
 
 def load_mtp(directory: Path, config: Config, model: SpeculativeModel, dtype: torch.dtype) -> MTPHead:
@@ -92,7 +96,7 @@ def load_mtp(directory: Path, config: Config, model: SpeculativeModel, dtype: to
         group = ProcessGroup(0, 1, device=kernels.device)
         scheme = find_scheme(find_scheme_name(None, read_settings(config, directory)))
         parts = Parts(group, weights, dtype, kernels, scheme=scheme)
-        head = MTPHead(_make_spec(model.spec), parts, model, layout.is_token_first)
+        head = MTPHead(make_spec(model.spec), parts, model, layout.is_token_first)
         if unread := min(_list_unread(layout, model.spec, weights.list_unread()), default=None):
             raise WeightsError(f"tensor {unread} is not read: its config.json describes another head")
     return head
@@ -111,8 +115,8 @@ def _find_layout(config: Config) -> MTPLayout:
     return layout
 
 
-def _make_spec(spec: DecoderSpec) -> DecoderSpec:
-    """Return the specification of a layer like the model's last one."""
+def make_spec(spec: DecoderSpec) -> DecoderSpec:
+    """Return the specification of a layer like the model's last one. Raises UnsupportedModelError."""
     if any(spec.windows):
         raise UnsupportedModelError(f"{NAME} of a model with a sliding window are not supported")
     experts = None if spec.experts is None else replace(spec.experts, dense_layers=frozenset())

@@ -1,7 +1,7 @@
 """Registry of the kinds of speculators. Loads the one in a directory."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,10 +13,12 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.checkpoint.weights import Source
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Parts
+from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models import registry as models
 from tgis.shard.models.config_reader import Config
-from tgis.shard.models.interface import Model, SpeculativeModel, UnsupportedModelError
+from tgis.shard.models.interface import Model, ModelSpec, SpeculativeModel, UnsupportedModelError
 from tgis.shard.models.parts.states import find_state_shape
+from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.registry import find_format
 from tgis.shard.speculators import draft_model, eagle, eagle3, medusa, mlp, mtp
 from tgis.shard.speculators.draft_head import DraftHead
@@ -40,6 +42,9 @@ class SpeculatorKind(Protocol):
 
     def reads(self, config: Config) -> bool: ...
     def sources(self, config: Config) -> dict[str, Source]: ...
+    def make_spec(self, config: Config) -> DecoderSpec | None:
+        """Return the specification of a head's layers, or None for a speculator without a cache."""
+
     def build(self, config: Config, parts: Parts, model: SpeculativeModel) -> Speculator | DraftHead: ...
 
 
@@ -99,6 +104,43 @@ def count_bytes(name: str, itemsize: int) -> int:
         raise SpeculatorError(f"--speculator {name}: {error}") from error
 
 
+class DraftCache(NamedTuple):
+    """Cache of a speculator, which has the blocks of the served model's."""
+
+    spec: DecoderSpec
+    state_size: int  # of the state that each block keeps; 0 for draft models
+
+    @classmethod
+    def of(cls, speculator: AnySpeculator | None) -> "DraftCache | None":
+        if isinstance(speculator, DraftModel):
+            return cls(speculator.model.spec, 0)
+        return cls(speculator.spec, speculator.state_size) if isinstance(speculator, DraftHead) else None
+
+    def count_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a block, which are the same on every rank."""
+        num_bytes = bytes_per_block(self.spec, ProcessGroup(0, 1), block_size, dtype)
+        return num_bytes + self.state_size * torch.float32.itemsize
+
+
+def find_cache(name: str, spec: ModelSpec) -> DraftCache | None:
+    """Return the cache of the speculator of that name for a model, or None if it has none. It is only
+    planned: its weights are not read. Raises SpeculatorError."""
+    try:
+        if name == MTP:
+            if not isinstance(spec, DecoderSpec):
+                return None
+            return DraftCache(mtp.make_spec(spec), spec.hidden_size)
+        directory = Path(name)
+        config = read_json(directory, "config.json")
+        if (kind := _find_kind(directory, config)) is not None:
+            head = kind.make_spec(config)
+            return None if head is None else DraftCache(head, head.hidden_size)
+        draft = models.make_spec(config)
+        return DraftCache(draft, 0) if isinstance(draft, DecoderSpec) else None
+    except (ModelNotFoundError, UnsupportedModelError, WeightsError) as error:
+        raise SpeculatorError(f"--speculator {name}: {error}") from error
+
+
 def _find_kind(directory: Path, config: Config) -> SpeculatorKind | None:
     """Return the kind of a speculator that reads states, or None for a draft model. Raises
     UnsupportedModelError for another config.json, and WeightsError."""
@@ -131,7 +173,7 @@ def _try_once(speculator: Speculator | DraftHead, model: SpeculativeModel, devic
     """Propose once, so that no request waits for the compilation of kernels. The warm-up steps compile those
     of layers."""
     if isinstance(speculator, DraftHead):
-        speculator.choose(torch.zeros(1, speculator.state_size, device=device))
+        speculator.choose(speculator.score(torch.zeros(1, speculator.state_size, device=device)))
         return
     states = torch.zeros(1, model.prompt_width, device=device)
     token_ids = torch.zeros(1, dtype=torch.int64, device=device)

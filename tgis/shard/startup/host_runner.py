@@ -13,6 +13,7 @@ from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.proposer import FollowingProposer
 from tgis.shard.runner.proposers.draft_head import DraftHeadProposer
 from tgis.shard.runner.proposers.draft_model import DraftLimits, DraftModelProposer
+from tgis.shard.runner.proposers.head_forward import HeadForward
 from tgis.shard.runner.proposers.speculator import SpeculatorProposer
 from tgis.shard.runner.row_table import RowTable
 from tgis.shard.speculators.draft_head import DraftHead
@@ -43,6 +44,15 @@ class HostRunners:
 
         return GraphForward(model, attention, taps)
 
+    def _make_head_forward(self, head: DraftHead, attention: Attention, can_capture: bool) -> HeadForward:
+        """Return the forward pass of a head. `can_capture` is True if the served model's embedding and head
+        use no collectives."""
+        if not (self.captures_steps and can_capture):
+            return HeadForward(head, attention)
+        from tgis.shard.runner.proposers.graph_head_forward import GraphHeadForward  # imports numba
+
+        return GraphHeadForward(head, attention)
+
     def _make_proposer(self, parts: RunnerParts, table: RowTable) -> FollowingProposer | None:
         speculator = parts.speculator
         if speculator is None:
@@ -54,7 +64,8 @@ class HostRunners:
         attention = open_attention(speculator.cache, self.attention)
         builder = BatchBuilder(table.share_rows(), attention)
         if isinstance(draft, DraftHead):
-            return DraftHeadProposer(draft, parts.model, attention, builder, parts.info.num_blocks)
+            head = self._make_head_forward(draft, attention, parts.can_capture)
+            return DraftHeadProposer(head, parts.model, builder, parts.info.num_blocks)
         # Every rank has the whole model, so its steps use no collectives.
         forward = self._make_forward(draft.model, attention, can_capture=True)
         limits = DraftLimits(parts.info.num_blocks, speculator.max_step_tokens)

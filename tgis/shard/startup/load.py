@@ -39,12 +39,18 @@ from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.speculators.draft_head import DraftHead
 from tgis.shard.speculators.draft_model import DraftModel
 from tgis.shard.speculators.interface import Served, Speculator, SpeculatorError
-from tgis.shard.speculators.registry import AnySpeculator, count_bytes, load_speculator
+from tgis.shard.speculators.registry import (
+    AnySpeculator,
+    DraftCache,
+    count_bytes,
+    find_cache,
+    load_speculator,
+)
 from tgis.shard.startup import choose_platform, engine_choice, memory_plan
 from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.cache_type import CacheType, choose_cache_type
 from tgis.shard.startup.engine_choice import Choice
-from tgis.shard.startup.memory_plan import GIB, MIB, Demand, MemoryBudget
+from tgis.shard.startup.memory_plan import GIB, KIB, MIB, Demand, MemoryBudget
 from tgis.shard.startup.platform import DraftParts, Platform, RunnerParts, configure_torch
 from tgis.shard.startup.quantize import check as quantize_check
 from tgis.shard.startup.quantize import probe as quantize_probe
@@ -155,6 +161,13 @@ class LoadPlan:
                 runner.info.num_states * demand.state_bytes / GIB,
                 *(runner.info.num_states, demand.state_bytes / MIB),
             )
+        if loaded.draft_bytes:
+            logger.info(
+                "the speculator's keys, values and states take %.2f GiB of the KV cache: %.1f of the %.1f "
+                "KiB of each block",
+                runner.info.num_blocks * loaded.draft_bytes / GIB,
+                *(loaded.draft_bytes / KIB, loaded.block_bytes / KIB),
+            )
         if probe is not None:
             quantize_probe.warn_of_loss(probe, runner, config)
         on.compiler.finish()
@@ -201,9 +214,12 @@ class LoadPlan:
             weights *= group.size
         weights = weights * group.local_size // group.size
         on = self.on
-        if self.config.speculator is not None:
+        draft_bytes = 0
+        if (speculator := self.config.speculator) is not None:
             itemsize = (on.product_dtype or self.dtype).itemsize
-            weights += group.local_size * count_bytes(self.config.speculator, itemsize)
+            weights += group.local_size * count_bytes(speculator, itemsize)
+            if (cache := find_cache(speculator, self.choice.spec)) is not None:
+                draft_bytes = cache.count_bytes(self.demand.block_size, self.cache_type.dtype)
         budget = MemoryBudget(
             left=on.memory_left(group),
             step=0,
@@ -213,7 +229,14 @@ class LoadPlan:
             margin=on.memory.margin(),
         )
         memory_plan.check_fit(
-            self.choice.spec, group, self.cache_type.dtype, self.demand, weights, budget, self.weight_type
+            self.choice.spec,
+            group,
+            self.cache_type.dtype,
+            self.demand,
+            weights,
+            budget,
+            self.weight_type,
+            draft_bytes,
         )
 
     def start_guides(self) -> Guides:
@@ -282,13 +305,14 @@ class _Loaded:
     def block_bytes(self) -> int:
         """Bytes of a block, including what a speculator keeps."""
         size, dtype = self.plan.demand.block_size, self.plan.cache_type.dtype
-        num_bytes = bytes_per_block(self.model.spec, self.group, size, dtype)
-        if isinstance(self.speculator, DraftModel):
-            num_bytes += bytes_per_block(self.speculator.model.spec, ALONE, size, dtype)
-        if isinstance(self.speculator, DraftHead):
-            num_bytes += bytes_per_block(self.speculator.spec, ALONE, size, dtype)
-            num_bytes += self.speculator.state_size * torch.float32.itemsize  # a state of each block
-        return num_bytes
+        return bytes_per_block(self.model.spec, self.group, size, dtype) + self.draft_bytes
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of a block that a speculator keeps."""
+        cache = DraftCache.of(self.speculator)
+        plan = self.plan
+        return 0 if cache is None else cache.count_bytes(plan.demand.block_size, plan.cache_type.dtype)
 
     @property
     def can_capture(self) -> bool:

@@ -14,6 +14,7 @@ from tgis.shard.memory.kv_cache import (
 )
 from tgis.shard.memory.layered_cache import AnyCache, allocate_cache
 
+KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -90,11 +91,13 @@ def check_fit(
     weights: int,
     budget: MemoryBudget,
     weight_type: str | None = None,
+    draft_bytes: int = 0,
 ) -> None:
     """Check that the model fits into this machine's budget, which does not include steps yet.
 
     `weights` is the total size of the weights of this machine's ranks. Their type is `weight_type`, or the
-    cache's type `dtype` if that is None. Raises ModelTooLargeError or CacheTooSmallError."""
+    cache's type `dtype` if that is None. A block takes `draft_bytes` more for a speculator. Raises
+    ModelTooLargeError or CacheTooSmallError."""
     if weights > budget.left:
         type_name = weight_type or str(dtype).removeprefix("torch.")
         raise ModelTooLargeError(
@@ -103,7 +106,7 @@ def check_fit(
         )
     budget = replace(budget, left=budget.left - weights)
     check_budget(budget)
-    block_bytes = bytes_per_block(shape, group, demand.block_size, dtype)
+    block_bytes = bytes_per_block(shape, group, demand.block_size, dtype) + draft_bytes
     check_blocks(demand, count_blocks(demand, block_bytes, budget.share), block_bytes, budget)
 
 

@@ -147,6 +147,7 @@ class WarmUp:
             ends=_column(ends),
             num_new_blocks=_column(new_blocks),
             new_blocks=_column([0] * sum(new_blocks)),
+            followed=bytes([1] * len(ends)),
         )
 
     def _num_blocks(self, length: int) -> int:

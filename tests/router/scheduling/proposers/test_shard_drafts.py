@@ -1,12 +1,12 @@
 """Check when the shards' drafts are used, with simulated steps of known cost and acceptance."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
-from tgis.router.scheduling.proposers.shard_drafts import MAX_PAUSE, ShardDrafts
+from tgis.router.scheduling.proposers.shard_drafts import ShardDrafts
 from tgis.router.scheduling.step import DraftResult, Step, WorkItem
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Sequence as Generation
@@ -27,10 +27,12 @@ def new_sequences(count: int) -> list[Generation]:
 class Service:
     """Shards that compute one step after the other, and count the tokens of each sequence."""
 
-    sequences: Sequence[Generation]
+    sequences: list[Generation]
     draft_s: float
     heads_s: float = 0.0
     """Cost of a step with drafts."""
+    follow_s: float = 0.0
+    """Cost of following a sequence for a step."""
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
@@ -40,11 +42,30 @@ class Service:
         self.seconds = 0.0
         self.num_tokens: dict[Generation, int] = dict.fromkeys(self.sequences, 0)
         self.num_drafts: dict[Generation, int] = dict.fromkeys(self.sequences, 0)
+        self.num_followed = 0
+        for sequence in self.sequences:
+            self.admit(sequence)
+
+    def admit(self, sequence: Generation) -> None:
+        sequence.is_followed = self.proposer.follows(sequence, len(self.sequences))
+
+    def replace(self, index: int) -> None:
+        """Replace a sequence by a new one."""
+        self.sequences[index] = new_sequences(1)[0]
+        self.num_tokens[self.sequences[index]] = self.num_drafts[self.sequences[index]] = 0
+        self.admit(self.sequences[index])
 
     def run(self, num_steps: int, rate: Rate, max_drafts: int = 1000) -> "Service":
         for _ in range(num_steps):
             self.step(rate, max_drafts)
         return self
+
+    def run_renewed(self, num_steps: int, rate: Rate) -> None:
+        """Run steps. After each 50 steps, a new sequence takes the place of one."""
+        for number in range(num_steps):
+            if number % 50 == 49:
+                self.replace(number // 50 % len(self.sequences))
+            self.step(rate, 1000)
 
     def step(self, rate: Rate, max_drafts: int) -> None:
         is_drafting = self.proposer.begin(len(self.sequences), max_drafts)
@@ -64,12 +85,16 @@ class Service:
         count = len(self.sequences)
         num_drafts = sum(result.num_drafts for result in results)
         work = [WorkItem(sequence, 0, 0, 1, True, False, ()) for sequence in self.sequences]
+        num_followed = sum(sequence.is_followed for sequence in self.sequences)
+        self.num_followed += num_followed
+        follow_s = num_followed * self.follow_s
         seconds = FIXED_S + count * ROW_S + num_drafts * self.draft_s + bool(results) * self.heads_s
+        seconds += follow_s
         self.seconds += seconds * (1 + IDLE * bool(results))
-        step = Step(0, work, count, 0, num_drafts, 0, False, [])
+        step = Step(0, work, count, 0, num_drafts, 0, False, [], num_followed)
         if not results:
             self.budget.observe(count, seconds)
-        self.proposer.observe(step, results, seconds)
+        self.proposer.observe(step, results, seconds, follow_s)
 
     @property
     def speed(self) -> float:
@@ -106,13 +131,69 @@ def test_full_steps_get_no_drafts() -> None:
 
 
 def test_drafts_are_used_again_when_they_are_right() -> None:
-    service = Service(new_sequences(4), draft_s=0.0002).run(1000, lambda _: 0.0)
+    """Check that new sequences are followed again, and that these get drafts."""
+    service = Service(new_sequences(4), draft_s=0.0002)
+    service.run_renewed(1000, lambda _: 0.0)
     before = sum(service.num_drafts.values())
-    service.run(MAX_PAUSE + 100, lambda _: 0.9)
+    service.run_renewed(2000, lambda _: 0.9)
     middle = sum(service.num_drafts.values())
-    service.run(100, lambda _: 0.9)
+    service.run_renewed(200, lambda _: 0.9)
     assert before < 200
-    assert sum(service.num_drafts.values()) - middle > 100 * 4 * 2
+    assert sum(service.num_drafts.values()) - middle > 200 * 4 * 2
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_following_costs_little_where_drafts_are_wrong(count: int) -> None:
+    """Check a speculator whose following alone takes as long as the sequences' own share of a step."""
+    service = Service(new_sequences(count), draft_s=0.0005, follow_s=ROW_S)
+    service.run_renewed(4000, lambda _: 0.0)
+    assert service.speed > 0.95
+    assert 0 < service.num_followed < 0.05 * 4000 * count
+    # It is tried again, ever more rarely.
+    before = service.num_followed
+    service.run_renewed(6000, lambda _: 0.0)
+    assert before < service.num_followed < before + 0.01 * 6000 * count
+
+
+def test_following_that_costs_more_than_drafts_save_ends() -> None:
+    service = Service(new_sequences(4), draft_s=0.0002, follow_s=0.002)
+    service.run_renewed(1000, lambda _: 0.6)
+    assert sum(service.num_drafts.values()) < 800
+    assert service.num_followed < 800
+
+
+def test_sequences_are_followed_again_when_few_sequences_pay() -> None:
+    """Check that the load, not the speculator, decides where drafts pay for one sequence and not for 200."""
+    service = Service(new_sequences(1), draft_s=0.0003).run(200, lambda _: 0.8)
+    one = service.sequences[0]
+    service.sequences += new_sequences(199)
+    for sequence in service.sequences[1:]:
+        service.num_tokens[sequence] = service.num_drafts[sequence] = 0
+        service.admit(sequence)
+    service.run(200, lambda _: 0.8)
+    assert not any(sequence.is_followed for sequence in service.sequences)
+    del service.sequences[1:]
+    before = service.num_drafts[one]
+    service.run(50, lambda _: 0.8)
+    assert service.num_drafts[one] == before  # the speculator has missed steps of it
+    service.replace(0)
+    service.run(50, lambda _: 0.8)
+    assert service.num_drafts[service.sequences[0]] > 50
+
+
+def test_a_speculator_that_proposes_nothing_is_not_asked_again_and_again() -> None:
+    service = Service(new_sequences(1), draft_s=0.0)
+    num_asked = 0
+    for number in range(1000):
+        if number % 50 == 49:
+            service.replace(0)
+        is_drafting = service.proposer.begin(1, 1000)
+        allowed = service.proposer.propose(service.sequences[0], 3).max_proposed if is_drafting else 0
+        num_asked += bool(allowed)
+        step = Step(0, [], 0, 0, allowed, 0, False, [], int(service.sequences[0].is_followed))
+        service.budget.observe(1, FIXED_S)
+        service.proposer.observe(step, [], FIXED_S, 0.0)
+    assert 4 <= num_asked < 200
 
 
 def test_a_sequence_with_wrong_drafts_gets_few_and_waits_for_the_others() -> None:

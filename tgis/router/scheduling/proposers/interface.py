@@ -20,5 +20,10 @@ class Proposer(Protocol):
         Token ids are part of the step only if the sequence has no unanswered token, because they follow its
         last token. Otherwise the sequence waits, and this is called again for a later step."""
 
-    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
-        """Learn from the results of an answered step, which the shards computed in `seconds`."""
+    def follows(self, sequence: Sequence, num_sequences: int) -> bool:
+        """Return True if the shards' speculator must follow a sequence from its admission on, as one of
+        `num_sequences`. It proposes drafts only for such sequences."""
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
+        """Learn from the results of an answered step, which the shards computed in `seconds`, including the
+        `follow_s` in which their speculator followed it."""

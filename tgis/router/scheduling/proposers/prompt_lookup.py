@@ -127,5 +127,9 @@ class PromptLookup:
             self._left -= len(gains)
         return Drafts(history.expect(len(gains)))
 
-    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+    def follows(self, sequence: Sequence, num_sequences: int) -> bool:
+        """Return False: the shards have no speculator."""
+        return False
+
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
         """Do nothing: the indexes read the accepted tokens."""

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from tgis.router.scheduling.linear_fit import LinearFit
+from tgis.router.scheduling.prefix_cache import stop_following
 from tgis.router.scheduling.step import NO_DRAFTS, DraftResult, Drafts, Step
 from tgis.router.sequence import Sequence
 
@@ -22,6 +23,14 @@ MIN_PLAIN_STEPS = 4  # steps that must be timed before the first draft
 # While drafts do not pay, one sequence gets some after this number of steps, then after twice as many, and so
 # on up to the maximum.
 MIN_PAUSE, MAX_PAUSE = 32, 512
+MAX_EMPTY = 4  # requests for drafts that the shards may answer with none, which then count as a wrong draft
+# After this number of steps in which drafts do not pay, the shards' speculator stops to follow the sequences.
+MAX_UNPAID_STEPS = 64
+# From then on, a new sequence is followed for a trial after this number of steps without drafts, then after
+# twice as many, and so on up to the maximum.
+MIN_FOLLOW_PAUSE, MAX_FOLLOW_PAUSE = 256, 8192
+MAX_FAILURES = 3  # steps of a trial, one after the other, whose drafts are worse than expected
+FOLLOW_DECAY = 0.98  # factor by which each observed time of following reduces the weight of earlier ones
 SEQUENCE_PAUSE = 32  # steps after which a sequence gets a draft again, although they do not pay for it
 
 
@@ -63,7 +72,12 @@ class ShardDrafts:
     """Proposer that leaves the drafts to the shards.
 
     A sequence with drafts has at most one unanswered step. If drafts pay for the sequences together, all of
-    them wait for their answers, so that each step has all of them."""
+    them wait for their answers, so that each step has all of them.
+
+    The shards' speculator must follow each step of a sequence, prompts included, which takes time even
+    without drafts. While drafts do not pay, it follows none. It cannot catch up with a running sequence,
+    because the served model would have to compute all states again. So only new sequences are followed when
+    drafts are expected to pay again, or one of them for a trial."""
 
     def __init__(self, max_drafts: int, predict: Callable[[int], float]) -> None:
         """Create a proposer of at most `max_drafts` per sequence. `predict` returns the duration in seconds
@@ -77,7 +91,14 @@ class ShardDrafts:
         self._left = 0
         self._pays = self._may_try = False
         self._num_plain_steps = 0  # since the last step with drafts
+        self._num_empty = 0  # requests for drafts since the last ones
         self._pause = MIN_PLAIN_STEPS
+        self._follow_fit = LinearFit(FOLLOW_DECAY)
+        self._followed: WeakSet[Sequence] = WeakSet()
+        self._follows_all = True  # all new sequences
+        self._num_unpaid_steps = 0  # since drafts paid
+        self._follow_pause = 1
+        self._num_failures = 0  # of the present trial
 
     def begin(self, num_sequences: int, max_drafts: int) -> bool:
         """Begin a step with at most `max_drafts` drafts. Return whether any sequence should get drafts or
@@ -92,13 +113,24 @@ class ShardDrafts:
             return False
         if self._cost_fit.is_empty and self._num_plain_steps < MIN_PLAIN_STEPS:
             return False
-        _, gain = find_best(self._rates.chances(), costs)
-        self._pays = num_sequences * gain > costs.per_step
+        self._pays = self._find_gain(costs, min(num_sequences, len(self._followed))) > 0
         self._may_try = self._num_plain_steps >= self._pause
         return self._pays or self._may_try
 
+    def follows(self, sequence: Sequence, num_sequences: int) -> bool:
+        """Return True if the speculator should follow a new sequence: unless drafts have not paid for long.
+        Then, if they are expected to pay for `num_sequences`, or for a trial."""
+        is_trial = self._num_plain_steps >= self._follow_pause and not self._followed
+        self._follows_all = self._follows_all or self._would_pay(num_sequences)
+        if self._follows_all or is_trial or sequence in self._followed:
+            self._followed.add(sequence)
+            return True
+        return False
+
     def propose(self, sequence: Sequence, max_drafts: int) -> Drafts:
         """Return the number of drafts that the shards may propose."""
+        if not sequence.is_followed:
+            return NO_DRAFTS
         max_drafts = min(max_drafts, self._left, self._max_drafts)
         if not self._pays:
             return self._try_drafts(max_drafts)
@@ -114,8 +146,20 @@ class ShardDrafts:
         self._left -= count
         return Drafts(max_proposed=count, waits=True)
 
-    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float) -> None:
+    def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
         """Learn the acceptance rates, and the cost of drafts from the steps without prompts."""
+        num_drafts = self._observe_results(step, results)
+        if num_drafts and not step.num_prompts:
+            plain = self._predict(step.num_tokens - step.max_proposed)
+            self._cost_fit.observe(num_drafts, max(seconds - plain, 0.0))
+        if not step.max_proposed and not step.num_prompts:
+            self._num_plain_steps += 1
+            if step.num_followed:
+                self._follow_fit.observe(step.num_followed, follow_s)
+        self._count_unpaid()
+
+    def _observe_results(self, step: Step, results: Iterable[DraftResult]) -> int:
+        """Learn the acceptance rates, and plan the next trial. Return the number of drafts."""
         num_drafts = 0
         expected = sum(self._rates.chances())
         num_accepted = 0.0
@@ -126,15 +170,39 @@ class ShardDrafts:
             if (rates := self._rates_of.get(result.sequence)) is not None:
                 rates.observe(result.num_drafts, result.num_accepted)
         if num_drafts:
-            if not step.num_prompts:
-                plain = self._predict(step.num_tokens - step.max_proposed)
-                self._cost_fit.observe(num_drafts, max(seconds - plain, 0.0))
             self._plan_next(is_promising=num_accepted > expected)
-        elif not step.num_prompts:
-            self._num_plain_steps += 1
+        elif step.max_proposed:
+            self._num_empty += 1
+            if self._num_empty >= MAX_EMPTY:
+                self._rates.observe(1, 0)
+                self._plan_next(is_promising=False)
+        return num_drafts
+
+    def _count_unpaid(self) -> None:
+        """Count steps in which drafts do not pay. After too many, let the shards follow no sequence."""
+        self._num_unpaid_steps = 0 if self._pays or not self._followed else self._num_unpaid_steps + 1
+        if self._num_unpaid_steps > MAX_UNPAID_STEPS:
+            self._stop_following()
+
+    def _would_pay(self, num_sequences: int) -> bool:
+        """Return True if drafts are expected to pay for that many sequences."""
+        step = self._predict(num_sequences)
+        return step > 0 and self._find_gain(self._find_costs(step, num_sequences), num_sequences) > 0
+
+    def _find_gain(self, costs: Costs, num_followed: int) -> float:
+        """Return the seconds that the best number of drafts is expected to save in a step, or less than zero
+        if it costs more. `num_followed` sequences can have drafts."""
+        _, gain = find_best(self._rates.chances(), costs)
+        return num_followed * gain - costs.per_step - self._predict_following(num_followed)
+
+    def _predict_following(self, num_followed: int) -> float:
+        """Return the predicted seconds in which the speculator follows a step of that many sequences."""
+        fixed, per_sequence = self._follow_fit.solve()
+        return fixed + per_sequence * num_followed if num_followed else 0.0
 
     def _find_costs(self, step: float, num_sequences: int) -> Costs:
-        saved = step / num_sequences
+        follow_s = self._predict_following(min(num_sequences, len(self._followed)))
+        saved = max(step - follow_s, 0.0) / num_sequences
         if self._cost_fit.is_empty:
             per_draft = min(self._predict(num_sequences + 1) - step, FIRST_COST * step)
             return Costs(saved, per_draft, WAIT_FRACTION * step)
@@ -142,7 +210,8 @@ class ShardDrafts:
         return Costs(saved, per_draft, per_step + WAIT_FRACTION * step)
 
     def _try_drafts(self, max_drafts: int) -> Drafts:
-        """Return drafts of the first sequence that can have some, to learn whether they would pay."""
+        """Return drafts of a followed sequence that can have some, to learn whether they would pay. It is the
+        first one of a step."""
         if not self._may_try or max_drafts <= 0:
             return NO_DRAFTS
         self._may_try = False
@@ -151,11 +220,26 @@ class ShardDrafts:
     def _plan_next(self, is_promising: bool) -> None:
         """Choose the number of plain steps before the next trial. It matters only while drafts do not pay."""
         was_trial = self._num_plain_steps >= self._pause
-        self._num_plain_steps = 0
+        self._num_plain_steps = self._num_empty = 0
         if is_promising:
-            self._pause = 1
-        else:
+            self._pause = self._follow_pause = 1
+            self._num_failures = self._num_unpaid_steps = 0
+        elif self._follows_all:
             self._pause = min(max(2 * self._pause, MIN_PAUSE), MAX_PAUSE) if was_trial else MIN_PAUSE
+        else:
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES:
+                self._stop_following()
+
+    def _stop_following(self) -> None:
+        """Let the shards follow no sequence, and choose the number of steps before the next trial."""
+        for sequence in self._followed:
+            stop_following(sequence)
+        self._followed.clear()
+        self._follows_all = False
+        self._num_plain_steps = self._num_unpaid_steps = self._num_failures = 0
+        self._pause = 1
+        self._follow_pause = min(max(2 * self._follow_pause, MIN_FOLLOW_PAUSE), MAX_FOLLOW_PAUSE)
 
 
 def find_best(chances: list[float], costs: Costs) -> tuple[int, float]:

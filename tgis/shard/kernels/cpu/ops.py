@@ -106,6 +106,13 @@ class CpuKernels(CpuRounder, Unfused):
     def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         return _change(x, "multiply_sigmoid", other=gate.data_ptr(), stride=gate.stride(0))
 
+    def concatenate(self, x: Tensor, y: Tensor) -> Tensor:
+        width = x.shape[1]
+        out = empty(len(x), width + y.shape[1])
+        _change(out[:, :width], "copy", other=x.data_ptr(), stride=x.stride(0))
+        _change(out[:, width:], "copy", other=y.data_ptr(), stride=y.stride(0))
+        return out
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return _change(x, "scale", factor)
 

@@ -1,19 +1,19 @@
 """Draft proposer by a head with layers of its own, whose cache follows the rows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.interface import Attention
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import SpeculativeModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
-from tgis.shard.runner.proposer import NO_TOKENS
+from tgis.shard.runner.proposer import NO_TOKENS, FollowedWork
 from tgis.shard.runner.proposers.cached_tokens import CachedTokens
+from tgis.shard.runner.proposers.head_forward import HeadForward
 from tgis.shard.runner.row_table import Integers, Layout, TokenIds
-from tgis.shard.speculators.draft_head import DraftHead
 
 # Number of a row's states that wait for the next drafts, so that the head computes several tokens at once.
 MAX_HELD = 8
@@ -29,15 +29,14 @@ class DraftHeadProposer:
 
     def __init__(
         self,
-        head: DraftHead,
+        forward: HeadForward,
         model: SpeculativeModel,
-        attention: Attention,
         builder: BatchBuilder,
         num_blocks: int,
     ):
-        self._head = head
+        self._forward = forward
+        self._head = head = forward.head
         self._model = model
-        self._attention = attention
         self._builder = builder
         self._table = table = builder.table
         self._cached = CachedTokens(table, num_blocks)
@@ -58,13 +57,12 @@ class DraftHeadProposer:
         self._num_held[rows] = 0
         self._is_known[rows] = False
 
-    def follow(
-        self, rows: Integers, starts: Integers, begins: Integers, x: Tensor, adapters: TokenAdapters | None
-    ) -> None:
+    def follow(self, work: FollowedWork, x: Tensor, adapters: TokenAdapters | None) -> None:
         """Keep the states of a step's tokens, or compute the tokens after them."""
+        rows, starts, ends, begins = work
         self._begin_rows(rows, starts)
         # Drafts that were not accepted have no states.
-        ends = np.minimum(starts + np.diff(begins), self._table.lengths[rows] - 1)
+        ends = np.minimum(ends, self._table.lengths[rows] - 1)
         self._is_known[rows] &= self._cached.counts[rows] + self._num_held[rows] == starts + 1
         some = (self._is_known[rows] & (ends > starts)).nonzero()[0]
         if not len(some):
@@ -78,6 +76,10 @@ class DraftHeadProposer:
                 states = self._model.final_states(states, adapters and adapters.take(at))
             self._keep_ends(rows[layout.sequence], layout.positions, states)
             self._keep(rows, ends, layout, states)
+
+    def skip(self, rows: Integers, starts: Integers) -> None:
+        self._cached.see_blocks(rows, starts)
+        self._is_known[rows] = False
 
     def propose(self, rows: Integers, token_ids: Sequence[TokenIds], max_drafts: Integers) -> list[TokenIds]:
         """Return drafts of rows whose states are known, and none of others."""
@@ -176,14 +178,16 @@ class DraftHeadProposer:
         return [ids[:count] for ids, count in zip(drafts, max_drafts.tolist(), strict=True)]
 
     def _choose(self, states: Tensor) -> TokenIds:
-        chosen: TokenIds = self._head.choose(states).numpy(force=True)
+        chosen: TokenIds = self._forward.choose(states).numpy(force=True)
         return chosen.astype(np.int32)
 
     def _advance(self, rows: Integers, starts: Integers, ends: Integers, states: Tensor) -> Tensor:
         layout = Layout.of(starts, ends)
         none = np.zeros(0, np.int64)
         batch = self._builder.pack_work(Work(rows, starts, ends, layout, none, none, []))
-        return self._head.advance(states, batch.inputs, self._attention)
+        # A token has the position of the state before it.
+        inputs = replace(batch.inputs, positions=(batch.inputs.positions - 1).clamp_(min=0))
+        return self._forward.advance(states, inputs)
 
     def _take_held(self, rows: Integers, numbers: Integers) -> Tensor:
         return self._held[torch.from_numpy(rows), torch.from_numpy(numbers)]

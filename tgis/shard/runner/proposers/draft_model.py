@@ -10,7 +10,7 @@ from torch import Tensor
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.forward import Forward
-from tgis.shard.runner.proposer import NO_TOKENS
+from tgis.shard.runner.proposer import NO_TOKENS, FollowedWork
 from tgis.shard.runner.proposers.cached_tokens import CachedTokens
 from tgis.shard.runner.row_table import Integers, Layout, TokenIds
 from tgis.shard.speculators.draft_model import DraftModel
@@ -18,8 +18,6 @@ from tgis.shard.speculators.draft_model import DraftModel
 # A row that lacks more tokens than this gets them first, and drafts in a later step, so that the router does
 # not count the time as that of drafts.
 MAX_GAP = 8
-# After this number of steps without drafts, the model computes no prompts until the next ones.
-MAX_IDLE_STEPS = 64
 # Up to this number of tokens, all are scored, because only such steps are captured as kernel graphs.
 MAX_SCORED = 64
 
@@ -45,7 +43,6 @@ class DraftModelProposer:
         self._table = builder.table
         self._cached = CachedTokens(self._table, limits.num_blocks)
         self._fed = [NO_TOKENS] * len(self._table.rows)  # drafts in the cache after a row's tokens
-        self._num_idle_steps = 0
 
     def reset(self) -> None:
         self._cached.reset()
@@ -56,22 +53,19 @@ class DraftModelProposer:
         for row in rows.tolist():
             self._fed[row] = NO_TOKENS
 
-    def follow(
-        self, rows: Integers, starts: Integers, begins: Integers, x: Tensor, adapters: TokenAdapters | None
-    ) -> None:
+    def follow(self, work: FollowedWork, x: Tensor, adapters: TokenAdapters | None) -> None:
         """Compute the prompts among a step's tokens."""
+        self._cached.see_blocks(work.rows, work.starts)
+        lengths = self._table.rows["opened_len"][work.rows]
+        is_prompt = work.starts < lengths
+        ends = np.minimum(work.ends, lengths)
+        self._catch_up(work.rows[is_prompt], ends[is_prompt])
+
+    def skip(self, rows: Integers, starts: Integers) -> None:
         self._cached.see_blocks(rows, starts)
-        self._num_idle_steps += 1
-        if self._num_idle_steps > MAX_IDLE_STEPS:
-            return
-        lengths = self._table.rows["opened_len"][rows]
-        is_prompt = starts < lengths
-        ends = np.minimum(starts + np.diff(begins), lengths)
-        self._catch_up(rows[is_prompt], ends[is_prompt])
 
     def propose(self, rows: Integers, token_ids: Sequence[TokenIds], max_drafts: Integers) -> list[TokenIds]:
         """Return drafts of rows of which the cache lacks few tokens, and none of others."""
-        self._num_idle_steps = 0
         lengths = np.array([len(ids) for ids in token_ids])
         self._cached.see_blocks(rows, lengths - 1)
         for row, ids in zip(rows.tolist(), token_ids, strict=True):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import SpeculativeModel
-from tgis.shard.runner.proposer import NO_TOKENS
+from tgis.shard.runner.proposer import NO_TOKENS, FollowedWork
 from tgis.shard.runner.row_table import Integers, RowTable, TokenIds
 from tgis.shard.speculators.interface import Speculator
 
@@ -31,27 +31,23 @@ class SpeculatorProposer:
     def open_rows(self, rows: Integers) -> None:
         self._lengths[rows] = 0
 
-    def follow(
-        self,
-        rows: Integers,
-        starts: Integers,
-        begins: Integers,
-        x: Tensor,
-        adapters: TokenAdapters | None,
-    ) -> None:
+    def follow(self, work: FollowedWork, x: Tensor, adapters: TokenAdapters | None) -> None:
         """Keep the states of a step's rows."""
-        lengths = self._table.lengths[rows]
+        lengths = self._table.lengths[work.rows]
         # The last token was sampled from the state of the one before it.
-        at = lengths - 2 - starts
-        is_computed = (at >= 0) & (at < np.diff(begins)) & ~self._table.ended[rows]
-        rows = rows[is_computed]
+        at = lengths - 2 - work.starts
+        is_computed = (at >= 0) & (at < work.counts) & ~self._table.ended[work.rows]
+        rows = work.rows[is_computed]
         if not len(rows):
             return
-        index = torch.from_numpy((begins[:-1] + at)[is_computed])
+        index = torch.from_numpy((work.begins + at)[is_computed])
         self._states[torch.from_numpy(rows)] = self._model.final_states(
             x[index], adapters and adapters.take(index)
         )
         self._lengths[rows] = lengths[is_computed]
+
+    def skip(self, rows: Integers, starts: Integers) -> None:
+        """Do nothing: the states of rows are not used any more when the rows are longer."""
 
     def propose(self, rows: Integers, token_ids: Sequence[TokenIds], max_drafts: Integers) -> list[TokenIds]:
         """Return drafts of rows whose state is known, and none of others."""

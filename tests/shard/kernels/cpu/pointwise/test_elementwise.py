@@ -40,6 +40,13 @@ def test_factors_of_rows(x: Tensor) -> None:
     assert x.equal(expected)
 
 
+def test_columns_side_by_side(x: Tensor) -> None:
+    y = torch.randn(ROWS, 5)
+    expected = torch.cat((x, y), 1)
+    assert CPU_KERNELS.concatenate(x, y).equal(expected)
+    assert PORTABLE.concatenate(x, y).equal(expected)
+
+
 def test_factors_of_positions() -> None:
     positions = torch.tensor([0, 1, 7, 8, 15, 16, 100, 16383, 16384, 300000])
     for length in (8, 16384):

@@ -1,5 +1,5 @@
 """Compiled kernel of elementwise operations in place: add, scale all rows or each row, clamp, soft cap,
-multiply by a sigmoid."""
+multiply by a sigmoid, copy."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, next_unit, ope
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, tanh
 
 _F32 = np.float32(0)
-_ADD, _SCALE, _CLAMP, _SOFT_CAP, _SCALE_ROWS, _MULTIPLY_SIGMOID = range(6)
+_ADD, _SCALE, _CLAMP, _SOFT_CAP, _SCALE_ROWS, _MULTIPLY_SIGMOID, _COPY = range(7)
 KINDS = {
     "add": _ADD,
     "scale": _SCALE,
@@ -18,6 +18,7 @@ KINDS = {
     "soft_cap": _SOFT_CAP,
     "scale_rows": _SCALE_ROWS,
     "multiply_sigmoid": _MULTIPLY_SIGMOID,
+    "copy": _COPY,
 }
 
 
@@ -26,6 +27,9 @@ def _change_row(kind: int, x: Any, other: Any, number: Any) -> None:
     if kind == _ADD:
         for i in range(x.shape[0]):
             x[i] += other[i]
+    elif kind == _COPY:
+        for i in range(x.shape[0]):
+            x[i] = other[i]
     elif kind == _SCALE:
         for i in range(x.shape[0]):
             x[i] *= number
