@@ -17,6 +17,9 @@ from tgis.sampling_parameters import PARAMETERS
 SEGMENT_LEN = 256
 MAX_SEGMENTS = 32  # maximum per sequence; longer sequences have longer segments
 
+# Number of tokens by which the sums of recurrent layers advance: the smallest size of tensor-core products.
+STATE_CHUNK = 16
+
 # Maximum stop token ids and logit biases of a row. Rows with more are sampled on the host.
 MAX_STOP_IDS, MAX_BIASES = 32, 1024
 MAX_COUNT = (1 << 15) - 1  # saturation value of `RowState.token_counts`

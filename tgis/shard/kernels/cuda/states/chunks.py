@@ -1,0 +1,189 @@
+"""Chunks of tokens in kernels of recurrent layers and in their twins."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
+from tgis.shard.memory.state_cache import StateSizes, StepStates
+
+CHUNK = tl.constexpr(STATE_CHUNK)
+PRECISION = tl.constexpr("bf16x3")
+MIN_PRODUCT = 16  # minimum sizes of tensor-core products
+MAX_SUMS = 4096  # sums of a program; more do not fit into its registers
+
+
+class ScanSizes(NamedTuple):
+    """Constants of a scan. A program has some channels of one head of a sequence."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    num_channels: int
+    pending_width: int
+    block: int  # neighbouring channels whose sums are stored together
+    rows: int  # state_size, padded to a power of 2
+    columns: int  # channels of a program, a power of 2
+
+    @classmethod
+    def of(cls, sizes: StateSizes) -> "ScanSizes":
+        rows = max(MIN_PRODUCT, triton.next_power_of_2(sizes.state_size))
+        columns = min(triton.next_power_of_2(sizes.head_dim), MAX_SUMS // rows)
+        columns = max(MIN_PRODUCT, columns)
+        widths = sizes.num_channels, sizes.pending_width, sizes.block
+        return cls(*sizes[:4], *widths, rows, columns)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of programs per head."""
+        return -(-self.head_dim // self.columns)
+
+
+class StateMemory(NamedTuple):
+    """One layer's part of all states, float32. All have the same stride between slots."""
+
+    windows: Tensor  # [num_slots, kernel_size - 1, num_channels]
+    sums: Tensor  # [num_slots, num_heads, head_dim / block, state_size, block]
+    pending: Tensor  # [num_slots, CHUNK, pending_width]
+
+    @classmethod
+    def of(cls, states: StepStates, layer: int) -> "StateMemory":
+        cache = states.cache
+        assert cache.shape.chunk == STATE_CHUNK, "the kernels' sums advance by chunks"
+        return cls(cache.windows(layer), cache.sums(layer), cache.pending(layer))
+
+
+class Spans(NamedTuple):
+    """New tokens of a step's sequences, integers [num_seqs] or, for `begins`, [num_seqs + 1]."""
+
+    slots: Tensor
+    begins: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, states: StepStates) -> "Spans":
+        assert states.starts is not None, "chunks begin at positions of the sequence"
+        return cls(states.slots, states.begins, states.starts)
+
+
+# Spans may begin anywhere in some other tensor, which makes no variants of a kernel.
+SPAN_NAMES = ("slots", "begins", "starts")
+
+
+@triton.jit
+def load_span(slots, begins, starts, slot_stride):
+    """Return the first new token of sequence `program_id(0)`, their number, their first position, and the
+    offset of the state."""
+    seq = tl.program_id(0)
+    begin = tl.load(begins + seq).to(tl.int64)
+    count = tl.load(begins + seq + 1).to(tl.int64) - begin
+    return begin, count, tl.load(starts + seq).to(tl.int64), tl.load(slots + seq).to(tl.int64) * slot_stride
+
+
+@triton.jit
+def load_inputs(channels, at, is_new, old, is_old, column, is_column, SIZES: tl.constexpr):
+    """Return columns of a chunk's channels, float32 [CHUNK, num_columns]: new ones from rows `at` of
+    `channels`, pending ones from `old`, and zeros."""
+    place = tl.arange(0, CHUNK)
+    fresh = tl.load(
+        channels + at[:, None] * SIZES.num_channels + column[None, :],
+        mask=is_new[:, None] & is_column[None, :],
+        other=0.0,
+    )
+    kept = tl.load(
+        old + place[:, None] * SIZES.pending_width + column[None, :],
+        mask=is_old[:, None] & is_column[None, :],
+        other=0.0,
+    )
+    return fresh + kept
+
+
+@triton.jit
+def load_numbers(new, at, is_new, width, column, old, is_old, old_width, old_column):
+    """Return one column of a chunk's inputs, float32 [CHUNK]."""
+    fresh = tl.load(new + at * width + column, mask=is_new, other=0.0).to(tl.float32)
+    kept = tl.load(old + tl.arange(0, CHUNK) * old_width + old_column, mask=is_old, other=0.0)
+    return fresh + kept
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)) with a small relative error also for large negative x."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    total = 1.0 + power
+    rest = total - 1.0
+    near = tl.where(rest == 0.0, power, tl.log(total) * (power / tl.where(rest == 0.0, 1.0, rest)))
+    return tl.where(x > 20.0, x, near)
+
+
+@triton.jit
+def find_decays(total):
+    """Return the decay between all pairs of a chunk's tokens, [CHUNK, CHUNK], 0 from later to earlier ones.
+    total: [CHUNK], sums of the logarithms of decays."""
+    i = tl.arange(0, CHUNK)
+    is_causal = i[:, None] >= i[None, :]
+    return tl.where(is_causal, tl.exp(tl.where(is_causal, total[:, None] - total[None, :], 0.0)), 0.0)
+
+
+@triton.jit
+def find_last(total):
+    return tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, total, 0.0), 0)
+
+
+@triton.jit
+def multiply(a, b):
+    """Return the product of float32 matrices in float32. Three products of tensor cores keep its digits."""
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+class ChunkTokens(NamedTuple):
+    """Tokens of the same chunk of all sequences, counted from the chunk of their first new token."""
+
+    at: Tensor  # int64 [num_seqs, CHUNK], index of the new token in the step
+    is_new: Tensor  # bool
+    is_old: Tensor  # bool
+    is_whole: Tensor  # bool [num_seqs], True if the chunk has a new token and is complete
+
+    def read(self, new: Tensor, old: Tensor) -> Tensor:
+        """Return float32 inputs [num_seqs, CHUNK, width] from new, [num_tokens, width], and old, [num_seqs,
+        CHUNK, width]."""
+        kept = torch.where(self.is_old.unsqueeze(2), old, 0.0)
+        return torch.where(self.is_new.unsqueeze(2), new[self.at].float(), kept)
+
+    def write(self, y: Tensor, results: Tensor) -> None:
+        """Write results [num_seqs, CHUNK, width] of new tokens to y, [num_tokens + 1, width], whose last row
+        receives those of others."""
+        y[torch.where(self.is_new, self.at, len(y) - 1)] = results
+
+
+def list_chunks(spans: Spans, num_tokens: int) -> list[ChunkTokens]:
+    """Return as many chunks as one sequence with all tokens can have. This waits for no value."""
+    slots, begins, starts = (each.long() for each in spans)
+    ends = starts + begins.diff()
+    place = torch.arange(STATE_CHUNK, device=slots.device)
+    chunks = []
+    for number in range(num_tokens // STATE_CHUNK + 2):
+        first = (torch.div(starts, STATE_CHUNK, rounding_mode="floor") + number) * STATE_CHUNK
+        positions = first.unsqueeze(1) + place  # [num_seqs, CHUNK]
+        is_old = positions < starts.unsqueeze(1)
+        is_new = ~is_old & (positions < ends.unsqueeze(1))
+        at = (begins[:-1] - starts).unsqueeze(1) + positions
+        is_whole = (first + STATE_CHUNK <= ends) & is_new.any(1)
+        chunks.append(ChunkTokens(at.clamp(0, num_tokens - 1), is_new, is_old, is_whole))
+    return chunks
+
+
+def read_sums(sums: Tensor) -> Tensor:
+    """Return sums of slots, [n, num_heads, num_blocks, state_size, block], as [n, num_heads, state_size,
+    head_dim]."""
+    return sums.transpose(2, 3).flatten(3)
+
+
+def write_sums(state: Tensor, sums: Tensor, slots: Tensor) -> None:
+    """Write the states of slots, [n, num_heads, state_size, head_dim]."""
+    num_blocks, _, block = sums.shape[2:]
+    sums[slots] = state.unflatten(3, (num_blocks, block)).transpose(2, 3)

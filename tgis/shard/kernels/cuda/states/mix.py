@@ -1,0 +1,37 @@
+"""Recurrent layers of GPUs: convolution, scan, and the storage of inputs for later tokens."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
+from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
+from tgis.shard.layers.states import DeltaNet, Mamba2
+from tgis.shard.memory.state_cache import StepStates
+
+
+def mix_states(
+    kernels: Implementations, rows: Tensor, mixer: Mamba2, layer: int, states: StepStates
+) -> Tensor:
+    """Implement `Kernels.mix_states`."""
+    sizes, memory, spans = mixer.sizes, StateMemory.of(states, layer), Spans.of(states)
+    channels = kernels.convolve(rows, sizes.width, mixer.kernel, mixer.kernel_bias, memory.windows, spans)
+    y = kernels.scan_mamba(rows, channels, mixer, memory, spans)
+    heads = HeadInputs(rows, (rows.shape[1] - sizes.num_heads,), sizes.num_heads)
+    kernels.keep_inputs(rows, sizes.width, channels, heads, memory, spans)
+    return y
+
+
+def mix_delta(
+    kernels: Implementations, rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: StepStates
+) -> Tensor:
+    """Implement `Kernels.mix_delta`."""
+    sizes, memory, spans = mixer.sizes, StateMemory.of(states, layer), Spans.of(states)
+    channels = kernels.convolve(rows, sizes.width, mixer.kernel, mixer.kernel_bias, memory.windows, spans)
+    y = kernels.scan_delta(gates, channels, mixer, memory, spans)
+    columns = mixer.total_heads + mixer.first_head, mixer.first_head
+    heads = HeadInputs(gates, columns, sizes.num_heads)
+    kernels.keep_inputs(rows, sizes.width, channels, heads, memory, spans)
+    y = y.view(len(y), sizes.num_heads, sizes.head_dim)
+    y = F.rms_norm(y, y.shape[2:], mixer.norm_weight, mixer.eps).flatten(1)
+    return y.mul_(F.silu(rows[:, : sizes.width].float()))
