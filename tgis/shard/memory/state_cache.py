@@ -1,6 +1,7 @@
 """States of sequences in models with recurrent layers, allocated once. A state is float32, and its size does
 not depend on the length of its sequence."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,12 +92,22 @@ class StateCache:
         num_elements = shape.num_layers * shape.layer_elements
         self.memory = allocate_zeros((num_slots, num_elements), torch.float32, device)
 
+    @property
+    def dummy_slot(self) -> int:
+        """Slot that belongs to no sequence, if one was allocated for that."""
+        return self.num_slots - 1
+
     def clear(self, slot: int) -> None:
         """Set a state to that of a sequence without tokens."""
         self.memory[slot].zero_()
 
     def copy(self, source: int, target: int) -> None:
         self.memory[target] = self.memory[source]
+
+    def copy_all(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy states, each from a slot to another, in this order."""
+        for source, target in pairs:
+            self.copy(source, target)
 
     def windows(self, layer: int) -> Tensor:
         """Return a view of a layer's windows: [num_slots, kernel_size - 1, num_channels]."""

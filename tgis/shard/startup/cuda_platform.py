@@ -13,6 +13,7 @@ from tgis.shard.kernels.cuda.check.self_check import DTYPES, choose_implementati
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.kernel_cache import is_compiling, use_cache
 from tgis.shard.kernels.cuda.ops import CudaKernels
+from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
 from tgis.shard.memory.cuda import CudaMemory
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import ModelSpec
@@ -51,6 +52,7 @@ def on_cuda(
         is_memory_shared=False,
         cache_fraction=1,
         num_dummy_blocks=1,
+        state_chunk=STATE_CHUNK,
         replaced_kernels=implementations.replaced,
         graph_sizes=partial(choose_graph_sizes, implementations),
     )
@@ -109,7 +111,6 @@ def make_runner(
 ) -> ModelRunner:
     # `engine_choice.find_gpu_obstacle` names these models.
     assert isinstance(parts.cache, KVCache), "models whose layers differ run on the CPU"
-    assert parts.states is None, "models that keep a state run on the CPU"
     return make_device_runner(
         model=parts.model,
         cache=parts.cache,
@@ -121,4 +122,5 @@ def make_runner(
         info=parts.info,
         adapters=parts.adapters,
         memory_left=on.memory.memory_left,
+        states=parts.states,
     )

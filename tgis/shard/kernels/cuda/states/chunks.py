@@ -11,13 +11,13 @@ from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
 from tgis.shard.memory.state_cache import StateSizes, StepStates
 
 CHUNK = tl.constexpr(STATE_CHUNK)
-PRECISION = tl.constexpr("bf16x3")
 MIN_PRODUCT = 16  # minimum sizes of tensor-core products
-MAX_SUMS = 4096  # sums of a program; more do not fit into its registers
+COLUMNS = 16  # channels of a program
 
 
 class ScanSizes(NamedTuple):
-    """Constants of a scan. A program has some channels of one head of a sequence."""
+    """Constants of a scan. A program has some channels of one head of a sequence, and each of its warps a slice
+    of their sums, because a warp would otherwise hold whole operands of the products with all sums."""
 
     num_heads: int
     head_dim: int
@@ -26,16 +26,16 @@ class ScanSizes(NamedTuple):
     num_channels: int
     pending_width: int
     block: int  # neighbouring channels whose sums are stored together
-    rows: int  # state_size, padded to a power of 2
-    columns: int  # channels of a program, a power of 2
+    slices: int  # of the sums, a power of 2
+    depth: int  # sums of each channel in a slice, a power of 2
+    columns: int  # channels of a program
 
     @classmethod
-    def of(cls, sizes: StateSizes) -> "ScanSizes":
-        rows = max(MIN_PRODUCT, triton.next_power_of_2(sizes.state_size))
-        columns = min(triton.next_power_of_2(sizes.head_dim), MAX_SUMS // rows)
-        columns = max(MIN_PRODUCT, columns)
+    def of(cls, sizes: StateSizes, max_depth: int) -> "ScanSizes":
+        padded = max(MIN_PRODUCT, triton.next_power_of_2(sizes.state_size))
+        depth = min(padded, max_depth)
         widths = sizes.num_channels, sizes.pending_width, sizes.block
-        return cls(*sizes[:4], *widths, rows, columns)
+        return cls(*sizes[:4], *widths, padded // depth, depth, COLUMNS)
 
     @property
     def num_parts(self) -> int:
@@ -103,6 +103,63 @@ def load_inputs(channels, at, is_new, old, is_old, column, is_column, SIZES: tl.
 
 
 @triton.jit
+def load_slices(channels, at, is_new, old, is_old, first, SIZES: tl.constexpr):
+    """Return state_size columns of a chunk's channels, from column `first` on, cut like the sums: float32
+    [slices, CHUNK, depth]."""
+    n = find_places(SIZES)[:, None, :]
+    is_n = n < SIZES.state_size
+    place = tl.arange(0, CHUNK)[None, :, None]
+    fresh = tl.load(
+        channels + at[None, :, None] * SIZES.num_channels + (first + n),
+        mask=is_new[None, :, None] & is_n,
+        other=0.0,
+    )
+    kept = tl.load(
+        old + place * SIZES.pending_width + (first + n), mask=is_old[None, :, None] & is_n, other=0.0
+    )
+    return fresh + kept
+
+
+@triton.jit
+def find_places(SIZES: tl.constexpr):
+    """Return the places of sums in a channel, [slices, depth]."""
+    return tl.arange(0, SIZES.slices)[:, None] * SIZES.depth + tl.arange(0, SIZES.depth)[None, :]
+
+
+@triton.jit
+def find_sums(head, p, SIZES: tl.constexpr):
+    """Return the offsets of the sums of channels p, [columns], of a head in its state, and which of them
+    exist: [slices, depth, columns] both."""
+    n = find_places(SIZES)[:, :, None]
+    place = (p // SIZES.block * SIZES.state_size)[None, None, :] + n
+    place = head * (SIZES.head_dim * SIZES.state_size) + place * SIZES.block
+    is_sum = (n < SIZES.state_size) & (p < SIZES.head_dim)[None, None, :]
+    return place + (p % SIZES.block)[None, None, :], is_sum
+
+
+@triton.jit
+def multiply_state(x, state):
+    """Return the product of rows, [slices, CHUNK, depth], with all sums: [CHUNK, columns]."""
+    return tl.sum(multiply(x, state), 0)
+
+
+@triton.jit
+def multiply_rows(x, y):
+    """Return the products of all pairs of rows, [slices, CHUNK, depth] both: [CHUNK, CHUNK]."""
+    return tl.sum(multiply(x, tl.permute(y, (0, 2, 1))), 0)
+
+
+@triton.jit
+def advance(state, total, x, update, SIZES: tl.constexpr):
+    """Return the sums after a chunk: state * decay + x^T update, where each token's part has decayed since.
+    x: [slices, CHUNK, depth], update: [CHUNK, columns], total: see `find_decays`."""
+    last = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, total, 0.0), 0)
+    rest = tl.permute(x * tl.exp(last - total)[None, :, None], (0, 2, 1))
+    added = tl.broadcast_to(update[None, :, :], (SIZES.slices, CHUNK, SIZES.columns))
+    return state * tl.exp(last) + multiply(rest, added)
+
+
+@triton.jit
 def load_numbers(new, at, is_new, width, column, old, is_old, old_width, old_column):
     """Return one column of a chunk's inputs, float32 [CHUNK]."""
     fresh = tl.load(new + at * width + column, mask=is_new, other=0.0).to(tl.float32)
@@ -130,14 +187,9 @@ def find_decays(total):
 
 
 @triton.jit
-def find_last(total):
-    return tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, total, 0.0), 0)
-
-
-@triton.jit
 def multiply(a, b):
     """Return the product of float32 matrices in float32. Three products of tensor cores keep its digits."""
-    return tl.dot(a, b, input_precision=PRECISION)
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 class ChunkTokens(NamedTuple):

@@ -14,13 +14,17 @@ from tgis.shard.kernels.cuda.states.chunks import (
     ScanSizes,
     Spans,
     StateMemory,
+    advance,
     find_decays,
-    find_last,
+    find_sums,
     list_chunks,
     load_inputs,
     load_numbers,
+    load_slices,
     load_span,
     multiply,
+    multiply_rows,
+    multiply_state,
     read_sums,
     softplus,
     write_sums,
@@ -28,14 +32,14 @@ from tgis.shard.kernels.cuda.states.chunks import (
 from tgis.shard.kernels.portable.delta_net import EPS
 from tgis.shard.layers.states import DeltaNet
 
-NUM_WARPS = 4
 _EPS = tl.constexpr(EPS)
 
 
 @triton.jit
 def _scale_to_length(x):
-    """Scale rows to the length 1. Rows of zeros stay zeros."""
-    return x * (1.0 / tl.sqrt(tl.sum(x * x, 1) + _EPS))[:, None]
+    """Scale rows, [slices, CHUNK, depth], to the length 1. Rows of zeros stay zeros."""
+    squares = tl.sum(tl.sum(x * x, 2), 0)  # [CHUNK]
+    return x * (1.0 / tl.sqrt(squares + _EPS))[None, :, None]
 
 
 @triton.jit
@@ -49,6 +53,10 @@ def invert(lower):
         solved = -tl.sum(factors[:, None] * inverse, 0)
         inverse = tl.where((i[:, None] == row) & ~is_diagonal, solved[None, :], inverse)
     return inverse
+
+
+MAX_DEPTH = 16  # sums of each channel per warp; more do not fit into its registers
+NUM_STAGES = 1  # loads of the next chunk before its turn would not fit either
 
 
 @triton.jit(do_not_specialize_on_alignment=SPAN_NAMES)
@@ -75,17 +83,13 @@ def scan_delta_kernel(
     head = tl.program_id(1)
     width: tl.constexpr = SIZES.num_heads * SIZES.head_dim
     key_width: tl.constexpr = SIZES.num_groups * SIZES.state_size
-    n = tl.arange(0, SIZES.rows)
     p = tl.program_id(2) * SIZES.columns + tl.arange(0, SIZES.columns)
-    is_n, is_p = n < SIZES.state_size, p < SIZES.head_dim
-    query_at = head * SIZES.num_groups // SIZES.num_heads * SIZES.state_size + n
+    is_p = p < SIZES.head_dim
+    query_at = head * SIZES.num_groups // SIZES.num_heads * SIZES.state_size
     key_at = query_at + key_width
     value_at = 2 * key_width + head * SIZES.head_dim + p
-    place = (p // SIZES.block * SIZES.state_size)[None, :] + n[:, None]
-    place = sums + slot + head * (SIZES.head_dim * SIZES.state_size) + place * SIZES.block
-    place += (p % SIZES.block)[None, :]
-    is_sum = is_n[:, None] & is_p[None, :]
-    state = tl.load(place, mask=is_sum, other=0.0)  # [rows, columns]
+    place, is_sum = find_sums(head, p, SIZES)
+    state = tl.load(sums + slot + place, mask=is_sum, other=0.0)  # [slices, depth, columns]
     rate, bias = tl.load(decay + head), tl.load(time_bias + head)
     old = pending + slot
     end = start + count
@@ -106,26 +110,23 @@ def scan_delta_kernel(
         )
         strength = tl.sigmoid(strength)
         total = tl.cumsum(tl.where(position < end, softplus(time + bias) * rate, 0.0), 0)
-        query = load_inputs(channels, at, is_new, old, is_old, query_at, is_n, SIZES)
-        key = load_inputs(channels, at, is_new, old, is_old, key_at, is_n, SIZES)
-        value = load_inputs(channels, at, is_new, old, is_old, value_at, is_p, SIZES)
-        key = _scale_to_length(key)
+        query = load_slices(channels, at, is_new, old, is_old, query_at, SIZES)
         query = _scale_to_length(query) * (SIZES.state_size**-0.5)
-        since = tl.exp(total)[:, None]
-        decays = find_decays(total)
-        keys = tl.trans(key)
-        lower = tl.where(i[:, None] > i[None, :], multiply(key, keys) * decays * strength[:, None], 0.0)
-        wanted = (value - multiply(key, state) * since) * strength[:, None]
+        key = _scale_to_length(load_slices(channels, at, is_new, old, is_old, key_at, SIZES))
+        value = load_inputs(channels, at, is_new, old, is_old, value_at, is_p, SIZES)
+        since, decays = tl.exp(total)[:, None], find_decays(total)
+        lower = multiply_rows(key, key) * decays * strength[:, None]
+        lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
+        wanted = (value - multiply_state(key, state) * since) * strength[:, None]
         update = multiply(invert(lower), wanted)  # [CHUNK, columns]
-        result = multiply(query, state) * since + multiply(multiply(query, keys) * decays, update)
+        result = multiply_state(query, state) * since
+        result += multiply(multiply_rows(query, key) * decays, update)
         target = y + at[:, None] * width + (head * SIZES.head_dim + p)[None, :]
         tl.store(target, result, mask=is_new[:, None] & is_p[None, :])
         if first + CHUNK <= end:
-            last = find_last(total)
-            rest = tl.trans(key * tl.exp(last - total)[:, None])
-            state = state * tl.exp(last) + multiply(rest, update)
+            state = advance(state, total, key, update, SIZES)
     if end // CHUNK > start // CHUNK:
-        tl.store(place, state, mask=is_sum)
+        tl.store(sums + slot + place, state, mask=is_sum)
 
 
 def launch(gates: Tensor, channels: Tensor, mixer: DeltaNet, memory: StateMemory, spans: Spans) -> Tensor:
@@ -134,7 +135,7 @@ def launch(gates: Tensor, channels: Tensor, mixer: DeltaNet, memory: StateMemory
 
     gates: contiguous [num_tokens, 2 * total_heads]. channels: contiguous float32 [num_tokens, num_channels],
     after the convolution. Rows of tokens outside of all spans are undefined."""
-    sizes = ScanSizes.of(mixer.sizes)
+    sizes = ScanSizes.of(mixer.sizes, MAX_DEPTH)
     y = torch.empty(len(gates), mixer.sizes.width, dtype=torch.float32, device=gates.device)
     scan_delta_kernel[len(spans.slots), sizes.num_heads, sizes.num_parts](
         gates,
@@ -149,7 +150,8 @@ def launch(gates: Tensor, channels: Tensor, mixer: DeltaNet, memory: StateMemory
         GATES_SIZE=gates.shape[1],
         FIRST_HEAD=mixer.first_head,
         SIZES=sizes,
-        num_warps=NUM_WARPS,
+        num_warps=sizes.slices,
+        num_stages=NUM_STAGES,
     )
     return y
 

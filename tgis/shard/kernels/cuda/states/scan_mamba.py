@@ -12,20 +12,26 @@ from tgis.shard.kernels.cuda.states.chunks import (
     ScanSizes,
     Spans,
     StateMemory,
+    advance,
     find_decays,
-    find_last,
+    find_sums,
     list_chunks,
     load_inputs,
     load_numbers,
+    load_slices,
     load_span,
     multiply,
+    multiply_rows,
+    multiply_state,
     read_sums,
     softplus,
     write_sums,
 )
 from tgis.shard.layers.states import Mamba2
 
-NUM_WARPS = 4
+
+MAX_DEPTH = 32  # sums of each channel per warp; more do not fit into its registers
+NUM_STAGES = 1  # loads of the next chunk before its turn would not fit either
 
 
 @triton.jit(do_not_specialize_on_alignment=SPAN_NAMES, do_not_specialize=["min_step", "max_step"])
@@ -54,17 +60,13 @@ def scan_mamba_kernel(
     head = tl.program_id(1)
     width: tl.constexpr = SIZES.num_heads * SIZES.head_dim
     group_width: tl.constexpr = SIZES.num_groups * SIZES.state_size
-    n = tl.arange(0, SIZES.rows)
     p = tl.program_id(2) * SIZES.columns + tl.arange(0, SIZES.columns)
-    is_n, is_p = n < SIZES.state_size, p < SIZES.head_dim
-    left_at = width + head * SIZES.num_groups // SIZES.num_heads * SIZES.state_size + n
+    is_p = p < SIZES.head_dim
+    left_at = width + head * SIZES.num_groups // SIZES.num_heads * SIZES.state_size
     right_at = left_at + group_width
     x_at = head * SIZES.head_dim + p
-    place = (p // SIZES.block * SIZES.state_size)[None, :] + n[:, None]
-    place = sums + slot + head * (SIZES.head_dim * SIZES.state_size) + place * SIZES.block
-    place += (p % SIZES.block)[None, :]
-    is_sum = is_n[:, None] & is_p[None, :]
-    state = tl.load(place, mask=is_sum, other=0.0)  # [rows, columns]
+    place, is_sum = find_sums(head, p, SIZES)
+    state = tl.load(sums + slot + place, mask=is_sum, other=0.0)  # [slices, depth, columns]
     rate, bias, through = tl.load(decay + head), tl.load(time_bias + head), tl.load(skip + head)
     old = pending + slot
     end = start + count
@@ -80,19 +82,17 @@ def scan_mamba_kernel(
         step = tl.where(position < end, step, 0.0)
         total = tl.cumsum(step * rate, 0)
         x = load_inputs(channels, at, is_new, old, is_old, x_at, is_p, SIZES)
-        left = load_inputs(channels, at, is_new, old, is_old, left_at, is_n, SIZES)
-        right = load_inputs(channels, at, is_new, old, is_old, right_at, is_n, SIZES)
+        left = load_slices(channels, at, is_new, old, is_old, left_at, SIZES)
+        right = load_slices(channels, at, is_new, old, is_old, right_at, SIZES)
         scaled = x * step[:, None]
-        result = multiply(right, state) * tl.exp(total)[:, None]
-        result += multiply(multiply(right, tl.trans(left)) * find_decays(total), scaled)
+        result = multiply_state(right, state) * tl.exp(total)[:, None]
+        result += multiply(multiply_rows(right, left) * find_decays(total), scaled)
         result += x * through
         tl.store(y + at[:, None] * width + x_at[None, :], result, mask=is_new[:, None] & is_p[None, :])
         if first + CHUNK <= end:
-            last = find_last(total)
-            rest = tl.trans(left * tl.exp(last - total)[:, None])
-            state = state * tl.exp(last) + multiply(rest, scaled)
+            state = advance(state, total, left, scaled, SIZES)
     if end // CHUNK > start // CHUNK:
-        tl.store(place, state, mask=is_sum)
+        tl.store(sums + slot + place, state, mask=is_sum)
 
 
 def launch(rows: Tensor, channels: Tensor, mixer: Mamba2, memory: StateMemory, spans: Spans) -> Tensor:
@@ -101,7 +101,7 @@ def launch(rows: Tensor, channels: Tensor, mixer: Mamba2, memory: StateMemory, s
     rows: contiguous [num_tokens, any], whose last columns are the heads' time steps. channels: contiguous
     float32 [num_tokens, num_channels], after the convolution. Rows of tokens outside of all spans are
     undefined."""
-    sizes = ScanSizes.of(mixer.sizes)
+    sizes = ScanSizes.of(mixer.sizes, MAX_DEPTH)
     y = torch.empty(len(rows), mixer.sizes.width, dtype=torch.float32, device=rows.device)
     scan_mamba_kernel[len(spans.slots), sizes.num_heads, sizes.num_parts](
         rows,
@@ -118,7 +118,8 @@ def launch(rows: Tensor, channels: Tensor, mixer: Mamba2, memory: StateMemory, s
         y,
         ROW_SIZE=rows.shape[1],
         SIZES=sizes,
-        num_warps=NUM_WARPS,
+        num_warps=sizes.slices,
+        num_stages=NUM_STAGES,
     )
     return y
 
