@@ -22,7 +22,10 @@ LIBRARIES = (
     "bench.gpu.cases.features",
 )
 
-KERNELS = ("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample")
+KERNELS = (
+    *("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample"),
+    *("convolve", "scan_mamba", "scan_delta", "keep_inputs"),
+)
 # Kernels that read or write a cache.
 CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
 # Names in tests.support.shard.family_cases: one case of each family, then all others.
@@ -129,6 +132,7 @@ STAGES = (
             _case("0.6b decode", "speed:measure_decodes", 20, "0.6b", is_rehearsed=False),
             _case("attention", "speed:measure_attention", 15),
             _case("linears", "speed:measure_linears", 10),
+            _case("states", "states:measure", 15),
         ),
         libraries=LIBRARIES,
     ),

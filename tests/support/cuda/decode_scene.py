@@ -167,9 +167,7 @@ class DecodeScene:
         is_long = tensors.is_long if spec.rope_switch_len else None
         layout: Any = None
         states = None if self.states is None else find_states(self.states, staged.spans)
-        return StepInputs(
-            tensors.token_ids, tensors.positions, layout, plan, cross, is_long, states=states
-        )
+        return StepInputs(tensors.token_ids, tensors.positions, layout, plan, cross, is_long, states=states)
 
 
 def new_bucket(num_rows: int, vocab_size: int) -> Bucket:

@@ -20,7 +20,8 @@ CAPABILITY = 90
 # Together, these models use every feature.
 MODELS = (
     *("all", "llama-3.1-8b/1", "gemma-2-9b/1", "qwen3-8b/1", "gpt-oss-20b/1"),
-    *("bloom-7b1/1", "flan-t5-xl/1", "starcoder/1"),
+    *("bloom-7b1/1", "flan-t5-xl/1", "starcoder/1", "granite-4.0-h-tiny/1", "falcon-h1-7b/1"),
+    "qwen3-next-80b/1",
 )
 Table = dict[str, MachineCode]
 Code = TypeVar("Code", bound=Resources)

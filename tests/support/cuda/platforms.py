@@ -24,4 +24,10 @@ def make_platform(implementations: Implementations, device: torch.device = CPU) 
         return CudaAttention(cache, implementations, GROUP_SIZE)
 
     kernels = CudaKernels(device, implementations)
-    return replace(plain(device), kernels=kernels, make_runner=HostRunners(attend), num_dummy_blocks=1, state_chunk=STATE_CHUNK)
+    return replace(
+        plain(device),
+        kernels=kernels,
+        make_runner=HostRunners(attend),
+        num_dummy_blocks=1,
+        state_chunk=STATE_CHUNK,
+    )

@@ -24,9 +24,14 @@ SIZES = (
     StateSizes(num_heads=2, head_dim=64, num_groups=1, state_size=128, kernel_size=4),
     StateSizes(num_heads=3, head_dim=80, num_groups=3, state_size=5, kernel_size=2),
 )
+TINY = StateSizes(num_heads=1, head_dim=16, num_groups=1, state_size=8, kernel_size=2)
 each_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
-COMPUTE: dict[str, Callable[[], Implementations]] = {"kernels": interpreted, "twins": Implementations.plain}
-each_way = pytest.mark.parametrize("compute", COMPUTE.values(), ids=COMPUTE)
+# The interpreter needs seconds for a few chunks.
+COMPUTE = [
+    pytest.param(interpreted, id="kernels", marks=pytest.mark.slow),
+    pytest.param(Implementations.plain, id="twins"),
+]
+each_way = pytest.mark.parametrize("compute", COMPUTE)
 KINDS = ("mamba", "delta")
 each_kind = pytest.mark.parametrize("kind", KINDS)
 LAYER, NUM_LAYERS, NUM_SLOTS = 1, 3, 6
@@ -129,6 +134,20 @@ def test_equals_the_reference(kind: str, sizes: StateSizes, compute: Callable[[]
     torch.testing.assert_close(mine.cache.sums(LAYER), theirs.cache.sums(LAYER), **TOLERANCES)
 
 
+def test_a_cut_prompt_has_the_same_bits() -> None:
+    """A short form of the next test, for a scan of each kind in one chunk."""
+    for kind in KINDS:
+        inputs = draw(kind, TINY, 6)
+        mixer, kernels = draw_mixer(kind, TINY), CudaKernels(CPU, interpreted())
+        whole, cut = (Layer(kind, TINY, kernels, STATE_CHUNK, mixer) for _ in range(2))
+        [expected] = whole.mix([(3, inputs)])
+        first, _ = cut.mix([(3, take(inputs, 0, 4)), (1, take(inputs, 1, 2))])
+        [rest] = cut.mix([(3, take(inputs, 4, 6))])
+        assert torch.equal(torch.cat([first, rest]), expected)
+        assert_same_state(cut, 3, whole, 3)
+
+
+@pytest.mark.slow
 @each_kind
 @each_size
 def test_a_tokens_bits_depend_neither_on_cuts_nor_on_company(kind: str, sizes: StateSizes) -> None:
@@ -145,9 +164,7 @@ def test_a_tokens_bits_depend_neither_on_cuts_nor_on_company(kind: str, sizes: S
         layer.copy(3, 5)  # a snapshot, which another sequence continues
         layer.copy(5, 4)
         middle = min(cut + 2, length)
-        rest = [
-            layer.mix([(4, take(inputs, at, at + 1)), (0, company[1])])[0] for at in range(cut, middle)
-        ]
+        rest = [layer.mix([(4, take(inputs, at, at + 1)), (0, company[1])])[0] for at in range(cut, middle)]
         if middle < length:
             rest += layer.mix([(4, take(inputs, middle, length))])
         assert torch.equal(torch.cat([first, *rest]), expected)

@@ -45,9 +45,7 @@ def make_device_runner(
     state = allocate_rows(max_rows, limits, num_blocks, stream.device)
     table = DeviceTable(max_rows, limits, stream.device, adapters, state)
     builder = BatchBuilder(table, attention, singles_first=True, states=states)
-    packer = StepPacker(
-        table, attention.tile_tokens, state, None if states is None else states.dummy_slot
-    )
+    packer = StepPacker(table, attention.tile_tokens, state, None if states is None else states.dummy_slot)
     on = DeviceModel(model, attention, kernels, state, limits.rope_switch_len > 0, states)
     described = pb.InfoResponse(num_blocks=num_blocks)
     described.MergeFrom(info)

@@ -58,9 +58,7 @@ class StepPacker:
     """Packer of steps of a table's rows for a device. `dummy_state` is the slot of a state that no sequence
     has; None if the model keeps no states."""
 
-    def __init__(
-        self, table: DeviceTable, tile_tokens: int, state: RowState, dummy_state: int | None = None
-    ):
+    def __init__(self, table: DeviceTable, tile_tokens: int, state: RowState, dummy_state: int | None = None):
         self.table = table
         self._block_size = table.block_size
         self._tile_tokens = tile_tokens

@@ -44,7 +44,7 @@ class ScanSizes(NamedTuple):
 
 
 class StateMemory(NamedTuple):
-    """One layer's part of all states, float32. All have the same stride between slots."""
+    """One layer's part of all states, float32. Parts of a slot are contiguous."""
 
     windows: Tensor  # [num_slots, kernel_size - 1, num_channels]
     sums: Tensor  # [num_slots, num_heads, head_dim / block, state_size, block]
@@ -75,13 +75,13 @@ SPAN_NAMES = ("slots", "begins", "starts")
 
 
 @triton.jit
-def load_span(slots, begins, starts, slot_stride):
+def load_span(slots, begins, starts):
     """Return the first new token of sequence `program_id(0)`, their number, their first position, and the
-    offset of the state."""
+    state's slot."""
     seq = tl.program_id(0)
     begin = tl.load(begins + seq).to(tl.int64)
     count = tl.load(begins + seq + 1).to(tl.int64) - begin
-    return begin, count, tl.load(starts + seq).to(tl.int64), tl.load(slots + seq).to(tl.int64) * slot_stride
+    return begin, count, tl.load(starts + seq).to(tl.int64), tl.load(slots + seq).to(tl.int64)
 
 
 @triton.jit

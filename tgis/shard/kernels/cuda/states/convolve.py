@@ -31,7 +31,8 @@ def convolve_kernel(
     CHANNELS: tl.constexpr,
 ):
     """Compute CHANNELS channels of every num_programs(2)-th group of TOKENS tokens of a sequence."""
-    begin, count, _, slot = load_span(slots, begins, starts, slot_stride)
+    begin, count, _, slot = load_span(slots, begins, starts)
+    windows += slot * slot_stride
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < NUM_CHANNELS
     first_bias = tl.load(bias + channel, mask=is_channel, other=0.0)
@@ -50,7 +51,7 @@ def convolve_kernel(
                 other=0.0,
             ).to(tl.float32)
             kept = tl.load(
-                windows + slot + (BEFORE + source)[:, None] * NUM_CHANNELS + channel[None, :],
+                windows + (BEFORE + source)[:, None] * NUM_CHANNELS + channel[None, :],
                 mask=is_old[:, None] & is_channel[None, :],
                 other=0.0,
             )

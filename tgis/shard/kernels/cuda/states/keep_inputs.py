@@ -50,7 +50,8 @@ def keep_inputs_kernel(
     slots,
     begins,
     starts,
-    slot_stride,
+    windows_stride,
+    pending_stride,
     ROW_SIZE: tl.constexpr,
     COLUMN: tl.constexpr,
     HEADS_SIZE: tl.constexpr,
@@ -63,7 +64,9 @@ def keep_inputs_kernel(
     CHANNELS: tl.constexpr,
 ):
     """Store CHANNELS channels of a sequence; the last program of a sequence stores the inputs of heads."""
-    begin, count, start, slot = load_span(slots, begins, starts, slot_stride)
+    begin, count, start, slot = load_span(slots, begins, starts)
+    windows += slot * windows_stride
+    pending += slot * pending_stride
     if count <= 0:
         return
     end = start + count
@@ -74,16 +77,14 @@ def keep_inputs_kernel(
     if tl.program_id(1) < tl.num_programs(1) - 1:
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         is_channel = channel < NUM_CHANNELS
-        _move_window(
-            rows, windows + slot, begin, count, COLUMN, channel, is_channel, ROW_SIZE, NUM_CHANNELS, BEFORE
-        )
+        _move_window(rows, windows, begin, count, COLUMN, channel, is_channel, ROW_SIZE, NUM_CHANNELS, BEFORE)
         mask = is_new[:, None] & is_channel[None, :]
         x = tl.load(channels + at[:, None] * NUM_CHANNELS + channel[None, :], mask=mask, other=0.0)
-        tl.store(pending + slot + place[:, None] * WIDTH + channel[None, :], x, mask=mask)
+        tl.store(pending + place[:, None] * WIDTH + channel[None, :], x, mask=mask)
     else:
         head = tl.arange(0, triton.next_power_of_2(NUM_HEADS))
         is_input = is_new[:, None] & (head < NUM_HEADS)[None, :]
-        target = pending + slot + place[:, None] * WIDTH + NUM_CHANNELS + head[None, :]
+        target = pending + place[:, None] * WIDTH + NUM_CHANNELS + head[None, :]
         source = heads + at[:, None] * HEADS_SIZE + head[None, :]
         tl.store(target, tl.load(source + ONE, mask=is_input, other=0.0).to(tl.float32), mask=is_input)
         if OTHER is not None:
@@ -104,6 +105,7 @@ def launch(
         memory.pending,
         *spans,
         memory.windows.stride(0),
+        memory.pending.stride(0),
         ROW_SIZE=rows.shape[1],
         COLUMN=column,
         HEADS_SIZE=heads.rows.shape[1],

@@ -68,7 +68,8 @@ def scan_delta_kernel(
     slots,
     begins,
     starts,
-    slot_stride,
+    sums_stride,
+    pending_stride,
     decay,
     time_bias,
     y,
@@ -77,7 +78,7 @@ def scan_delta_kernel(
     SIZES: tl.constexpr,
 ):
     """Compute the new tokens of a sequence for SIZES.columns channels of one head, chunk by chunk."""
-    begin, count, start, slot = load_span(slots, begins, starts, slot_stride)
+    begin, count, start, slot = load_span(slots, begins, starts)
     if count <= 0:
         return
     head = tl.program_id(1)
@@ -89,9 +90,9 @@ def scan_delta_kernel(
     key_at = query_at + key_width
     value_at = 2 * key_width + head * SIZES.head_dim + p
     place, is_sum = find_sums(head, p, SIZES)
-    state = tl.load(sums + slot + place, mask=is_sum, other=0.0)  # [slices, depth, columns]
+    state = tl.load(sums + slot * sums_stride + place, mask=is_sum, other=0.0)  # [slices, depth, columns]
     rate, bias = tl.load(decay + head), tl.load(time_bias + head)
-    old = pending + slot
+    old = pending + slot * pending_stride
     end = start + count
     i = tl.arange(0, CHUNK)
     strength_column = FIRST_HEAD + head
@@ -126,7 +127,7 @@ def scan_delta_kernel(
         if first + CHUNK <= end:
             state = advance(state, total, key, update, SIZES)
     if end // CHUNK > start // CHUNK:
-        tl.store(sums + slot + place, state, mask=is_sum)
+        tl.store(sums + slot * sums_stride + place, state, mask=is_sum)
 
 
 def launch(gates: Tensor, channels: Tensor, mixer: DeltaNet, memory: StateMemory, spans: Spans) -> Tensor:
@@ -144,6 +145,7 @@ def launch(gates: Tensor, channels: Tensor, mixer: DeltaNet, memory: StateMemory
         memory.pending,
         *spans,
         memory.sums.stride(0),
+        memory.pending.stride(0),
         mixer.decay,
         mixer.time_bias,
         y,

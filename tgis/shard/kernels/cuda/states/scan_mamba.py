@@ -29,7 +29,6 @@ from tgis.shard.kernels.cuda.states.chunks import (
 )
 from tgis.shard.layers.states import Mamba2
 
-
 MAX_DEPTH = 32  # sums of each channel per warp; more do not fit into its registers
 NUM_STAGES = 1  # loads of the next chunk before its turn would not fit either
 
@@ -43,7 +42,8 @@ def scan_mamba_kernel(
     slots,
     begins,
     starts,
-    slot_stride,
+    sums_stride,
+    pending_stride,
     decay,
     time_bias,
     skip,
@@ -54,7 +54,7 @@ def scan_mamba_kernel(
     SIZES: tl.constexpr,
 ):
     """Compute the new tokens of a sequence for SIZES.columns channels of one head, chunk by chunk."""
-    begin, count, start, slot = load_span(slots, begins, starts, slot_stride)
+    begin, count, start, slot = load_span(slots, begins, starts)
     if count <= 0:
         return
     head = tl.program_id(1)
@@ -66,9 +66,9 @@ def scan_mamba_kernel(
     right_at = left_at + group_width
     x_at = head * SIZES.head_dim + p
     place, is_sum = find_sums(head, p, SIZES)
-    state = tl.load(sums + slot + place, mask=is_sum, other=0.0)  # [slices, depth, columns]
+    state = tl.load(sums + slot * sums_stride + place, mask=is_sum, other=0.0)  # [slices, depth, columns]
     rate, bias, through = tl.load(decay + head), tl.load(time_bias + head), tl.load(skip + head)
-    old = pending + slot
+    old = pending + slot * pending_stride
     end = start + count
     for first in range(start // CHUNK * CHUNK, end, CHUNK):
         position = first + tl.arange(0, CHUNK)
@@ -92,7 +92,7 @@ def scan_mamba_kernel(
         if first + CHUNK <= end:
             state = advance(state, total, left, scaled, SIZES)
     if end // CHUNK > start // CHUNK:
-        tl.store(sums + slot + place, state, mask=is_sum)
+        tl.store(sums + slot * sums_stride + place, state, mask=is_sum)
 
 
 def launch(rows: Tensor, channels: Tensor, mixer: Mamba2, memory: StateMemory, spans: Spans) -> Tensor:
@@ -110,6 +110,7 @@ def launch(rows: Tensor, channels: Tensor, mixer: Mamba2, memory: StateMemory, s
         memory.pending,
         *spans,
         memory.sums.stride(0),
+        memory.pending.stride(0),
         mixer.decay,
         mixer.time_bias,
         mixer.skip,
