@@ -13,7 +13,7 @@ from bench.shapes import Shape
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
-from tgis.shard.kernels.cuda.check.inputs import INPUTS, Input, KernelSizes, draw_rows
+from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, Input, KernelSizes, draw_rows
 from tgis.shard.kernels.cuda.implementations import STATE_KERNELS
 from tgis.shard.kernels.cuda.step_state import Segments, StagedStep, StepTensors, count_segments
 from tgis.shard.layers.ops import HeadNorm
@@ -193,7 +193,7 @@ def _draw_samples(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
 
 
 def _draw_states(kernel: str, target: Target, dtype: torch.dtype, group: Group) -> Drawn:
-    for sizes in (KernelSizes().states,) if target.is_rehearsal else group.states:
+    for sizes in (SMALL.states,) if target.is_rehearsal else group.states:
         given = KernelSizes(states=sizes)
         for number, each in enumerate(INPUTS[kernel](target.device, dtype, given)):
             yield f"{sizes} {number}", each

@@ -99,8 +99,9 @@ class StagedStep(NamedTuple):
     cross_tiles: Tensor  # [num_cross_tiles, 5]
     sampled_rows: Tensor  # [num_sampled]
     sampled_x: Tensor  # [num_sampled], index of the token whose logits are sampled
-    # Slot of the state, first new token, and its position of each sequence [3, num_spans + 1]. The last entry has
-    # only the end of the tokens. Captured steps are padded with the dummy state. Empty if there are no states.
+    # Slot of the state, first new token, and its position, by sequence: [3, num_spans + 1]. The last entry
+    # has only the end of the tokens. Captured steps are padded with the dummy state. Models without states
+    # have none.
     spans: Tensor = NO_SPANS
 
 

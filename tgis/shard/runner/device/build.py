@@ -35,8 +35,8 @@ def make_device_runner(
     states: StateCache | None = None,
 ) -> DeviceModelRunner:
     """Build a runner without graphs. The cache's last block is the dummy block, which `info.num_blocks` does
-    not count, and so is the last slot of `states`, which a model with recurrent layers has. `memory_left` returns
-    the free bytes of the device."""
+    not count. The last slot of `states`, those of a model with recurrent layers, is a dummy, too.
+    `memory_left` returns the free bytes of the device."""
     spec = model.spec
     assert isinstance(spec, DecoderSpec | EncoderDecoderSpec), "other engines run on the CPU"
     num_blocks = cache.num_blocks - 1

@@ -44,11 +44,11 @@ class KernelSizes:
     hidden_size: int = 320
     ffn_size: int = 320
     vocab_size: int = 5000
-    states: StateSizes | None = StateSizes(4, 24, 2, 20, 4)  # of recurrent layers, if there are any
+    states: StateSizes | None = None  # of recurrent layers, if there are any
 
 
-SMALL = KernelSizes()
-SMALL_STATELESS = KernelSizes(states=None)
+SMALL_STATELESS = KernelSizes()
+SMALL = KernelSizes(states=StateSizes(4, 24, 2, 20, 4))
 
 
 class Input(NamedTuple):

@@ -16,8 +16,8 @@ COLUMNS = 16  # channels of a program
 
 
 class ScanSizes(NamedTuple):
-    """Constants of a scan. A program has some channels of one head of a sequence, and each of its warps a slice
-    of their sums, because a warp would otherwise hold whole operands of the products with all sums."""
+    """Constants of a scan. A program has some channels of one head of a sequence, and each of its warps a
+    slice of their sums, because a warp would otherwise hold whole operands of the products with all sums."""
 
     num_heads: int
     head_dim: int
