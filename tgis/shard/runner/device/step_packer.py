@@ -189,9 +189,8 @@ class StepPacker:
         no_blocks = _empty(3)
         no_tiles = _empty(5)
         no_spans = np.zeros((3, 1), np.int32)
-        empty = StagedArrays(
-            *([none] * 6), no_blocks, no_tiles, no_tiles, sampled_rows=none, sampled_x=none, spans=no_spans
-        )
+        per_token = none, none, none, none, none, none
+        empty = StagedArrays(*per_token, no_blocks, no_tiles, no_tiles, none, none, no_spans)
         return self.pad_step(empty, size, 0)
 
     def fixed_size(self, size: GraphSize) -> StagedSize:

@@ -85,6 +85,14 @@ def load_span(slots, begins, starts):
 
 
 @triton.jit
+def find_tokens(first, begin, start, end):
+    """Return the row in the step of each token of the chunk from position `first` on, whether it is new, and
+    whether it is pending."""
+    position = first + tl.arange(0, CHUNK)
+    return begin - start + position, (position >= start) & (position < end), position < start
+
+
+@triton.jit
 def load_inputs(channels, at, is_new, old, is_old, column, is_column, SIZES: tl.constexpr):
     """Return columns of a chunk's channels, float32 [CHUNK, num_columns]: new ones from rows `at` of
     `channels`, pending ones from `old`, and zeros."""

@@ -1,18 +1,31 @@
 """Recurrent layers of GPUs: convolution, scan, and the storage of inputs for later tokens."""
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
 from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
 from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StepStates
 
 
-def mix_states(
-    kernels: Implementations, rows: Tensor, mixer: Mamba2, layer: int, states: StepStates
-) -> Tensor:
+class StateKernels(Protocol):
+    """The part of `Implementations` that recurrent layers use."""
+
+    @property
+    def convolve(self) -> Callable[..., Tensor]: ...
+    @property
+    def scan_mamba(self) -> Callable[..., Tensor]: ...
+    @property
+    def scan_delta(self) -> Callable[..., Tensor]: ...
+    @property
+    def keep_inputs(self) -> Callable[..., None]: ...
+
+
+def mix_states(kernels: StateKernels, rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> Tensor:
     """Implement `Kernels.mix_states`."""
     sizes, memory, spans = mixer.sizes, StateMemory.of(states, layer), Spans.of(states)
     channels = kernels.convolve(rows, sizes.width, mixer.kernel, mixer.kernel_bias, memory.windows, spans)
@@ -23,7 +36,7 @@ def mix_states(
 
 
 def mix_delta(
-    kernels: Implementations, rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: StepStates
+    kernels: StateKernels, rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: StepStates
 ) -> Tensor:
     """Implement `Kernels.mix_delta`."""
     sizes, memory, spans = mixer.sizes, StateMemory.of(states, layer), Spans.of(states)

@@ -17,6 +17,7 @@ from tgis.shard.kernels.cuda.states.chunks import (
     advance,
     find_decays,
     find_sums,
+    find_tokens,
     list_chunks,
     load_inputs,
     load_numbers,
@@ -43,9 +44,10 @@ def _scale_to_length(x):
 
 
 @triton.jit
-def invert(lower):
-    """Return the inverse of 1 + lower for a strictly lower triangular matrix, [CHUNK, CHUNK], row by row."""
+def invert(matrix):
+    """Return the inverse of 1 + the part of a matrix below its diagonal, [CHUNK, CHUNK], row by row."""
     i = tl.arange(0, CHUNK)
+    lower = tl.where(i[:, None] > i[None, :], matrix, 0.0)
     is_diagonal = i[:, None] == i[None, :]
     inverse = tl.where(is_diagonal, 1.0, 0.0)
     for row in tl.static_range(1, CHUNK):
@@ -57,6 +59,30 @@ def invert(lower):
 
 MAX_DEPTH = 16  # sums of each channel per warp; more do not fit into its registers
 NUM_STAGES = 1  # loads of the next chunk before its turn would not fit either
+
+
+@triton.jit
+def _load_gates(
+    gates,
+    at,
+    is_new,
+    old,
+    is_old,
+    head,
+    GATES_SIZE: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
+    SIZES: tl.constexpr,
+):
+    """Return the times and strengths of a chunk, [CHUNK], strengths between 0 and 1."""
+    column = FIRST_HEAD + head
+    old_column = SIZES.num_channels + head
+    width: tl.constexpr = SIZES.pending_width
+    time = load_numbers(
+        gates, at, is_new, GATES_SIZE, GATES_SIZE // 2 + column, old, is_old, width, old_column
+    )
+    old_column += SIZES.num_heads
+    strength = load_numbers(gates, at, is_new, GATES_SIZE, column, old, is_old, width, old_column)
+    return time, tl.sigmoid(strength)
 
 
 @triton.jit(do_not_specialize_on_alignment=SPAN_NAMES)
@@ -85,45 +111,27 @@ def scan_delta_kernel(
     width: tl.constexpr = SIZES.num_heads * SIZES.head_dim
     key_width: tl.constexpr = SIZES.num_groups * SIZES.state_size
     p = tl.program_id(2) * SIZES.columns + tl.arange(0, SIZES.columns)
-    is_p = p < SIZES.head_dim
     query_at = head * SIZES.num_groups // SIZES.num_heads * SIZES.state_size
-    key_at = query_at + key_width
-    value_at = 2 * key_width + head * SIZES.head_dim + p
+    key_at, value_at = query_at + key_width, 2 * key_width + head * SIZES.head_dim + p
     place, is_sum = find_sums(head, p, SIZES)
     state = tl.load(sums + slot * sums_stride + place, mask=is_sum, other=0.0)  # [slices, depth, columns]
     rate, bias = tl.load(decay + head), tl.load(time_bias + head)
-    old = pending + slot * pending_stride
-    end = start + count
-    i = tl.arange(0, CHUNK)
-    strength_column = FIRST_HEAD + head
-    kept_column = SIZES.num_channels + head
+    old, end = pending + slot * pending_stride, start + count
     for first in range(start // CHUNK * CHUNK, end, CHUNK):
-        position = first + i
-        is_old, at = position < start, begin - start + position
-        is_new = (position >= start) & (position < end)
-        time = load_numbers(
-            *(gates, at, is_new, GATES_SIZE, GATES_SIZE // 2 + strength_column),
-            *(old, is_old, SIZES.pending_width, kept_column),
-        )
-        strength = load_numbers(
-            *(gates, at, is_new, GATES_SIZE, strength_column),
-            *(old, is_old, SIZES.pending_width, kept_column + SIZES.num_heads),
-        )
-        strength = tl.sigmoid(strength)
-        total = tl.cumsum(tl.where(position < end, softplus(time + bias) * rate, 0.0), 0)
+        at, is_new, is_old = find_tokens(first, begin, start, end)
+        time, strength = _load_gates(gates, at, is_new, old, is_old, head, GATES_SIZE, FIRST_HEAD, SIZES)
+        total = tl.cumsum(tl.where(is_new | is_old, softplus(time + bias) * rate, 0.0), 0)
         query = load_slices(channels, at, is_new, old, is_old, query_at, SIZES)
         query = _scale_to_length(query) * (SIZES.state_size**-0.5)
         key = _scale_to_length(load_slices(channels, at, is_new, old, is_old, key_at, SIZES))
-        value = load_inputs(channels, at, is_new, old, is_old, value_at, is_p, SIZES)
+        value = load_inputs(channels, at, is_new, old, is_old, value_at, p < SIZES.head_dim, SIZES)
         since, decays = tl.exp(total)[:, None], find_decays(total)
-        lower = multiply_rows(key, key) * decays * strength[:, None]
-        lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
         wanted = (value - multiply_state(key, state) * since) * strength[:, None]
+        lower = multiply_rows(key, key) * decays * strength[:, None]
         update = multiply(invert(lower), wanted)  # [CHUNK, columns]
-        result = multiply_state(query, state) * since
-        result += multiply(multiply_rows(query, key) * decays, update)
+        result = multiply_state(query, state) * since + multiply(multiply_rows(query, key) * decays, update)
         target = y + at[:, None] * width + (head * SIZES.head_dim + p)[None, :]
-        tl.store(target, result, mask=is_new[:, None] & is_p[None, :])
+        tl.store(target, result, mask=is_new[:, None] & (p < SIZES.head_dim)[None, :])
         if first + CHUNK <= end:
             state = advance(state, total, key, update, SIZES)
     if end // CHUNK > start // CHUNK:

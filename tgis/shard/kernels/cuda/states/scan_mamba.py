@@ -15,6 +15,7 @@ from tgis.shard.kernels.cuda.states.chunks import (
     advance,
     find_decays,
     find_sums,
+    find_tokens,
     list_chunks,
     load_inputs,
     load_numbers,
@@ -31,6 +32,13 @@ from tgis.shard.layers.states import Mamba2
 
 MAX_DEPTH = 32  # sums of each channel per warp; more do not fit into its registers
 NUM_STAGES = 1  # loads of the next chunk before its turn would not fit either
+
+
+@triton.jit
+def _load_times(rows, at, is_new, old, is_old, head, ROW_SIZE: tl.constexpr, SIZES: tl.constexpr):
+    column = ROW_SIZE - SIZES.num_heads + head
+    old_column = SIZES.num_channels + head
+    return load_numbers(rows, at, is_new, ROW_SIZE, column, old, is_old, SIZES.pending_width, old_column)
 
 
 @triton.jit(do_not_specialize_on_alignment=SPAN_NAMES, do_not_specialize=["min_step", "max_step"])
@@ -59,36 +67,27 @@ def scan_mamba_kernel(
         return
     head = tl.program_id(1)
     width: tl.constexpr = SIZES.num_heads * SIZES.head_dim
-    group_width: tl.constexpr = SIZES.num_groups * SIZES.state_size
     p = tl.program_id(2) * SIZES.columns + tl.arange(0, SIZES.columns)
-    is_p = p < SIZES.head_dim
     left_at = width + head * SIZES.num_groups // SIZES.num_heads * SIZES.state_size
-    right_at = left_at + group_width
+    right_at = left_at + SIZES.num_groups * SIZES.state_size
     x_at = head * SIZES.head_dim + p
     place, is_sum = find_sums(head, p, SIZES)
     state = tl.load(sums + slot * sums_stride + place, mask=is_sum, other=0.0)  # [slices, depth, columns]
     rate, bias, through = tl.load(decay + head), tl.load(time_bias + head), tl.load(skip + head)
-    old = pending + slot * pending_stride
-    end = start + count
+    old, end = pending + slot * pending_stride, start + count
     for first in range(start // CHUNK * CHUNK, end, CHUNK):
-        position = first + tl.arange(0, CHUNK)
-        is_old, at = position < start, begin - start + position
-        is_new = (position >= start) & (position < end)
-        time = load_numbers(
-            *(rows, at, is_new, ROW_SIZE, ROW_SIZE - SIZES.num_heads + head),
-            *(old, is_old, SIZES.pending_width, SIZES.num_channels + head),
-        )
-        step = tl.minimum(tl.maximum(softplus(time + bias), min_step), max_step)
-        step = tl.where(position < end, step, 0.0)
+        at, is_new, is_old = find_tokens(first, begin, start, end)
+        step = softplus(_load_times(rows, at, is_new, old, is_old, head, ROW_SIZE, SIZES) + bias)
+        step = tl.where(is_new | is_old, tl.minimum(tl.maximum(step, min_step), max_step), 0.0)
         total = tl.cumsum(step * rate, 0)
-        x = load_inputs(channels, at, is_new, old, is_old, x_at, is_p, SIZES)
+        x = load_inputs(channels, at, is_new, old, is_old, x_at, p < SIZES.head_dim, SIZES)
         left = load_slices(channels, at, is_new, old, is_old, left_at, SIZES)
         right = load_slices(channels, at, is_new, old, is_old, right_at, SIZES)
         scaled = x * step[:, None]
         result = multiply_state(right, state) * tl.exp(total)[:, None]
-        result += multiply(multiply_rows(right, left) * find_decays(total), scaled)
-        result += x * through
-        tl.store(y + at[:, None] * width + x_at[None, :], result, mask=is_new[:, None] & is_p[None, :])
+        result += multiply(multiply_rows(right, left) * find_decays(total), scaled) + x * through
+        is_stored = is_new[:, None] & (p < SIZES.head_dim)[None, :]
+        tl.store(y + at[:, None] * width + x_at[None, :], result, mask=is_stored)
         if first + CHUNK <= end:
             state = advance(state, total, left, scaled, SIZES)
     if end // CHUNK > start // CHUNK:
