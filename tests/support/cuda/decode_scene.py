@@ -49,7 +49,7 @@ class DecodeScene:
             pages.fill_(torch.nan)
         self._blocks = list(range(num_blocks))
         self._rng.shuffle(self._blocks)
-        group_size = 1 if spec.is_encoder_decoder else spec.num_heads // max(spec.num_kv_heads, 1)
+        group_size = 1 if spec.is_encoder_decoder else max(1, spec.num_heads // max(1, spec.num_kv_heads))
         state_shape = find_state_shape(spec, 1, STATE_CHUNK)
         self.states = None if state_shape is None else StateCache(state_shape, MAX_ROWS + 1)
         self._attention = CudaAttention(self.cache, kernels, group_size)
