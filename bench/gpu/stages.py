@@ -22,14 +22,18 @@ LIBRARIES = (
     "bench.gpu.cases.features",
 )
 
-KERNELS = ("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample")
+KERNELS = (
+    *("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample"),
+    *("convolve", "scan_mamba", "scan_delta", "keep_inputs"),
+)
 # Kernels that read or write a cache.
 CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
 # Names in tests.support.shard.family_cases: one case of each family, then all others.
 FAMILIES = tuple(
     "llama_grouped_queries mistral qwen2 qwen3 granite granite_swa gemma gemma2 gemma3 phi3 olmo2 olmo3 "
     "smollm3 ministral3 mistral3 mixtral qwen2_moe qwen3_moe granitemoe granitemoe_swa granitemoeshared "
-    "granitemoehybrid_attention_only glm4_moe llama4_text gpt_oss starcoder2 gpt_neox gpt2 gpt_bigcode "
+    "granitemoehybrid nemotron_h falcon_h1 mamba2 qwen3_next qwen3_5_text qwen3_5_moe_text "
+    "glm4_moe llama4_text gpt_oss starcoder2 gpt_neox gpt2 gpt_bigcode "
     "bloom falcon_7b mpt "
     "opt t5 bart".split()
 )
@@ -48,7 +52,11 @@ VARIANTS = tuple(
     "mpt_six_heads mpt_clipped opt_350m opt_no_final_norm opt_no_bias flan_t5 ul2 mt5 umt5 bart_scaled "
     "mbart olmo3_tied_yarn smollm3_untied_window ministral3_tied_window mistral3_ministral3_tied "
     "qwen2_moe_some_dense_window granitemoeshared_none_shared granitemoe_swa_shared "
-    "glm4_moe_biases_one_group llama4_text_biases_untuned llama4_multimodal".split()
+    "glm4_moe_biases_one_group llama4_text_biases_untuned llama4_multimodal "
+    "granitemoehybrid_attention_only granitemoehybrid_experts_rope_biases granitemoehybrid_mamba_only "
+    "nemotron_h_experts nemotron_h_latent_experts_biases falcon_h1_norm_before_gate "
+    "falcon_h1_gate_before_norm_biases mamba2_tied_biases qwen3_next_some_dense_biases "
+    "qwen3_5_multimodal_tied qwen3_5_moe_multimodal".split()
 )
 REHEARSED_FAMILIES = ("qwen2", "t5")
 REHEARSED_KERNELS = ("norm", "sample")
@@ -129,6 +137,7 @@ STAGES = (
             _case("0.6b decode", "speed:measure_decodes", 20, "0.6b", is_rehearsed=False),
             _case("attention", "speed:measure_attention", 15),
             _case("linears", "speed:measure_linears", 10),
+            _case("states", "states:measure", 15),
         ),
         libraries=LIBRARIES,
     ),

@@ -1,6 +1,7 @@
 """Creates random inputs of kernels in the sizes of models, and in caches of more than 2^32 elements."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,11 @@ from bench.shapes import Shape
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
-from tgis.shard.kernels.cuda.check.inputs import INPUTS, Input, KernelSizes, draw_rows
+from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, Input, KernelSizes, draw_rows
+from tgis.shard.kernels.cuda.implementations import STATE_KERNELS
 from tgis.shard.kernels.cuda.step_state import Segments, StagedStep, StepTensors, count_segments
 from tgis.shard.layers.ops import HeadNorm
+from tgis.shard.memory.state_cache import StateSizes
 
 
 class Group(NamedTuple):
@@ -23,14 +26,21 @@ class Group(NamedTuple):
     heads: tuple[tuple[int, int, int], ...]  # query heads, key heads, and channels of a head
     sizes: tuple[tuple[int, int], ...]  # hidden and feed-forward size
     vocab_sizes: tuple[int, ...]
+    states: tuple[StateSizes, ...] = ()  # of recurrent layers
 
 
 GROUPS = {
-    "models": Group(((32, 8, 128), (16, 8, 128)), ((4096, 14336), (1024, 3072)), (128256, 151936)),
+    "models": Group(
+        ((32, 8, 128), (16, 8, 128)),
+        ((4096, 14336), (1024, 3072)),
+        (128256, 151936),
+        (StateSizes(48, 64, 1, 128, 4), StateSizes(32, 128, 16, 128, 4)),
+    ),
     "others": Group(
         ((9, 3, 64), (32, 32, 80), (16, 8, 256), (28, 4, 128), (48, 1, 128), (32, 32, 96)),
         ((576, 1536),),
         (50257,),
+        (StateSizes(24, 128, 1, 256, 4), StateSizes(4, 80, 2, 40, 4)),
     ),
 }
 REHEARSED = Group(((4, 2, 16),), ((320, 320),), (512,))
@@ -182,6 +192,13 @@ def _draw_samples(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
         yield f"{num_rows} x {vocab_size}", given
 
 
+def _draw_states(kernel: str, target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    for sizes in (SMALL.states,) if target.is_rehearsal else group.states:
+        given = KernelSizes(states=sizes)
+        for number, each in enumerate(INPUTS[kernel](target.device, dtype, given)):
+            yield f"{sizes} {number}", each
+
+
 _DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
     "begin_step": _draw_steps,
     "norm": _draw_norms,
@@ -190,6 +207,7 @@ _DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
     "attend_tiles": _draw_all_tiles,
     "gate": _draw_gates,
     "sample": _draw_samples,
+    **{kernel: partial(_draw_states, kernel) for kernel in sorted(STATE_KERNELS)},
 }
 
 

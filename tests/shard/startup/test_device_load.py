@@ -96,8 +96,6 @@ def test_arithmetic_of_cpus_on_a_gpu(
 
 OBSTACLES = {
     "gemma4_text": "its layers have different heads",
-    "granitemoehybrid": "it keeps a state other than keys and values",
-    "mamba2": "it keeps a state other than keys and values",
     "deepseek_v3": "its latent attention has not been tried on GPUs",
 }
 

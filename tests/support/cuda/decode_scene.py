@@ -9,10 +9,13 @@ from torch import Tensor
 
 from tgis.shard.kernels.cuda.attention import CudaAttention, CudaPlan
 from tgis.shard.kernels.cuda.implementations import Implementations
-from tgis.shard.kernels.cuda.step_state import Segments, StagedStep, StepTensors, Word
+from tgis.shard.kernels.cuda.step_state import STATE_CHUNK, Segments, StagedStep, StepTensors, Word
 from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import StepInputs
+from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.runner.device.device_rows import allocate_rows
+from tgis.shard.runner.device.device_step import find_states
 from tgis.shard.runner.device.graphs import StepParts
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.row_table import RowLimits
@@ -46,7 +49,9 @@ class DecodeScene:
             pages.fill_(torch.nan)
         self._blocks = list(range(num_blocks))
         self._rng.shuffle(self._blocks)
-        group_size = 1 if spec.is_encoder_decoder else spec.num_heads // spec.num_kv_heads
+        group_size = 1 if spec.is_encoder_decoder else max(1, spec.num_heads // max(1, spec.num_kv_heads))
+        state_shape = find_state_shape(spec, 1, STATE_CHUNK)
+        self.states = None if state_shape is None else StateCache(state_shape, MAX_ROWS + 1)
         self._attention = CudaAttention(self.cache, kernels, group_size)
         limits = RowLimits(MAX_LEN, BLOCK_SIZE, spec.vocab_size, is_encoder_decoder=spec.is_encoder_decoder)
         self.rows = allocate_rows(MAX_ROWS, limits, num_blocks, CPU)
@@ -103,6 +108,9 @@ class DecodeScene:
         blocks += [(idle, 0, dummy_slot // BLOCK_SIZE)] * (num_rows - len(blocks))
         row, end, token_id, position, slot = torch.tensor(tokens, dtype=torch.int32).unbind(1)
         for memory, values in (
+            (staged.spans[0, :-1], row),  # a row's state has its number, and the idle row's is the dummy
+            (staged.spans[1], torch.arange(num_rows + 1)),
+            (staged.spans[2, :-1], position),
             (staged.seq_rows, row),
             (staged.seq_ends, end),
             (staged.token_rows, row),
@@ -119,6 +127,8 @@ class DecodeScene:
         """Begin another sequence of one token, which may end before the host knows."""
         self._blocks = self._tables[row] + self._blocks
         self._tables[row], self._lengths[row] = [], 1
+        if self.states is not None:
+            self.states.clear(row)
         words = self.rows.words[row]
         token_id = self._rng.randrange(3, self._model.spec.vocab_size)
         values = {
@@ -156,7 +166,8 @@ class DecodeScene:
             cross = CudaPlan(tensors.slot_mapping, *where)
         is_long = tensors.is_long if spec.rope_switch_len else None
         layout: Any = None
-        return StepInputs(tensors.token_ids, tensors.positions, layout, plan, cross, is_long)
+        states = None if self.states is None else find_states(self.states, staged.spans)
+        return StepInputs(tensors.token_ids, tensors.positions, layout, plan, cross, is_long, states=states)
 
 
 def new_bucket(num_rows: int, vocab_size: int) -> Bucket:
@@ -170,6 +181,7 @@ def new_bucket(num_rows: int, vocab_size: int) -> Bucket:
         new_blocks=integers(num_rows, 3),
         tiles=NO_TILES,
         cross_tiles=NO_TILES,
+        spans=torch.zeros((3, num_rows + 1), dtype=torch.int32),
     )
     tensors = StepTensors.empty(num_rows, num_rows, num_rows, CPU)
     logits = torch.full((num_rows, vocab_size), torch.nan)

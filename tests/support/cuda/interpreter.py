@@ -36,7 +36,7 @@ def interpreted_modules() -> dict[str, ModuleType]:
     _correct()
     with _removed(), triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
-        return {name: importlib.import_module(f"{PACKAGE}.{name}") for name in KERNELS}
+        return {name: importlib.import_module(module.__name__) for name, module in KERNELS.items()}
 
 
 def interpret(kernel: Callable[..., None]) -> Any:

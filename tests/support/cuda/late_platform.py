@@ -8,6 +8,7 @@ from tests.support.shard.portable import plain
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
+from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
 from tgis.shard.runner.graph_sizes import graph_sizes
 from tgis.shard.startup.cuda_platform import make_runner
 from tgis.shard.startup.platform import Platform
@@ -22,6 +23,7 @@ def late_platform(device: LateDevice, kernels: Implementations | None = None) ->
         is_memory_shared=False,
         cache_fraction=1,
         num_dummy_blocks=1,
+        state_chunk=STATE_CHUNK,
         replaced_kernels=kernels.replaced,
         graph_sizes=graph_sizes,
     )

@@ -9,6 +9,7 @@ from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.attention import CudaAttention
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
+from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.platform import Platform
@@ -23,4 +24,10 @@ def make_platform(implementations: Implementations, device: torch.device = CPU) 
         return CudaAttention(cache, implementations, GROUP_SIZE)
 
     kernels = CudaKernels(device, implementations)
-    return replace(plain(device), kernels=kernels, make_runner=HostRunners(attend), num_dummy_blocks=1)
+    return replace(
+        plain(device),
+        kernels=kernels,
+        make_runner=HostRunners(attend),
+        num_dummy_blocks=1,
+        state_chunk=STATE_CHUNK,
+    )

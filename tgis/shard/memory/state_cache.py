@@ -1,6 +1,7 @@
 """States of sequences in models with recurrent layers, allocated once. A state is float32, and its size does
 not depend on the length of its sequence."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,12 +46,18 @@ class StateSizes(NamedTuple):
         return BLOCK if self.head_dim % BLOCK == 0 else self.head_dim
 
     @property
+    def pending_width(self) -> int:
+        """Number of inputs of a token that are kept until its chunk is complete: the channels after the
+        convolution, and two numbers per head."""
+        return self.num_channels + 2 * self.num_heads
+
+    @property
     def window_elements(self) -> int:
         return _align((self.kernel_size - 1) * self.num_channels)
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of one layer's state."""
+        """Number of elements of a layer's window and sums."""
         return self.window_elements + _align(self.width * self.state_size)
 
 
@@ -60,22 +67,35 @@ class StateShape:
 
     num_layers: int
     sizes: StateSizes
+    chunk: int = 0
+    """If not 0, the sums advance by whole chunks of that many tokens, which begin at multiples of it. The
+    inputs of the tokens after the last whole chunk are pending."""
+
+    @property
+    def layer_elements(self) -> int:
+        """Number of elements of one layer's state."""
+        return self.sizes.num_elements + _align(self.chunk * self.sizes.pending_width)
 
     @property
     def num_bytes(self) -> int:
-        return self.num_layers * self.sizes.num_elements * torch.float32.itemsize
+        return self.num_layers * self.layer_elements * torch.float32.itemsize
 
 
 class StateCache:
     """Slots for states. A slot has, for each recurrent layer in turn, the window of the convolution's last
-    inputs, [kernel_size - 1, num_channels], oldest first, and the sums, [num_heads, head_dim / block,
-    state_size, block]."""
+    inputs, [kernel_size - 1, num_channels], oldest first, the sums, [num_heads, head_dim / block, state_size,
+    block], and the pending inputs, [chunk, pending_width]."""
 
     def __init__(self, shape: StateShape, num_slots: int, device: torch.device = CPU):
         self.shape = shape
         self.num_slots = num_slots
-        num_elements = shape.num_layers * shape.sizes.num_elements
+        num_elements = shape.num_layers * shape.layer_elements
         self.memory = allocate_zeros((num_slots, num_elements), torch.float32, device)
+
+    @property
+    def dummy_slot(self) -> int:
+        """Slot that belongs to no sequence, if one was allocated for that."""
+        return self.num_slots - 1
 
     def clear(self, slot: int) -> None:
         """Set a state to that of a sequence without tokens."""
@@ -84,21 +104,34 @@ class StateCache:
     def copy(self, source: int, target: int) -> None:
         self.memory[target] = self.memory[source]
 
+    def copy_all(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy states, each from a slot to another, in this order."""
+        for source, target in pairs:
+            self.copy(source, target)
+
     def windows(self, layer: int) -> Tensor:
         """Return a view of a layer's windows: [num_slots, kernel_size - 1, num_channels]."""
         sizes = self.shape.sizes
         count = (sizes.kernel_size - 1) * sizes.num_channels
-        begin = layer * sizes.num_elements
+        begin = layer * self.shape.layer_elements
         part = self.memory[:, begin : begin + count]
         return part.view(self.num_slots, sizes.kernel_size - 1, sizes.num_channels)
 
     def sums(self, layer: int) -> Tensor:
         """Return a view of a layer's sums: [num_slots, num_heads, head_dim / block, state_size, block]."""
         sizes = self.shape.sizes
-        begin = layer * sizes.num_elements + sizes.window_elements
+        begin = layer * self.shape.layer_elements + sizes.window_elements
         part = self.memory[:, begin : begin + sizes.width * sizes.state_size]
         num_blocks = sizes.head_dim // sizes.block
         return part.view(self.num_slots, sizes.num_heads, num_blocks, sizes.state_size, sizes.block)
+
+    def pending(self, layer: int) -> Tensor:
+        """Return a view of a layer's pending inputs: [num_slots, chunk, pending_width]. Place i is that of
+        the chunk's token i."""
+        sizes, chunk = self.shape.sizes, self.shape.chunk
+        begin = layer * self.shape.layer_elements + sizes.num_elements
+        part = self.memory[:, begin : begin + chunk * sizes.pending_width]
+        return part.view(self.num_slots, chunk, sizes.pending_width)
 
 
 @dataclass(frozen=True)
@@ -106,8 +139,9 @@ class StepStates:
     """States of a step's sequences, which the step advances by the sequences' new tokens."""
 
     cache: StateCache
-    slots: Tensor  # int64 [num_seqs]
+    slots: Tensor  # int64 [num_seqs]; int32 in a step on a GPU, like the others
     begins: Tensor  # int64 [num_seqs + 1], index of each sequence's first new token, followed by the total
+    starts: Tensor | None = None  # int64 [num_seqs], position of each first new token; for sums in chunks
 
     def copy_into(self, fixed: "StepStates") -> None:
         """Copy these slots into those of a captured step with the same number of tokens per sequence."""

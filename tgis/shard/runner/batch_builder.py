@@ -202,12 +202,15 @@ class BatchBuilder:
             self._find_long(row) if self.table.limits.rope_switch_len else None,
             self.table.row_adapters.virtual_tokens("decoder", rows, starts, layout.begins),
             self.table.row_adapters.token_adapters(rows, layout.sequence),
-            None if self.states is None else self._step_states(self.states, rows, layout),
+            None if self.states is None else self._step_states(self.states, rows, starts, layout),
         )
 
-    def _step_states(self, states: StateCache, rows: Integers, layout: Layout) -> StepStates:
+    def _step_states(
+        self, states: StateCache, rows: Integers, starts: Integers, layout: Layout
+    ) -> StepStates:
         slots = self.table.rows["state_slot"][rows]
-        return StepStates(states, self._tensor(slots, np.int64), self._tensor(layout.begins, np.int64))
+        numbers = (self._tensor(each, np.int64) for each in (slots, layout.begins, starts))
+        return StepStates(states, *numbers)
 
     def _find_long(self, row: Integers) -> Tensor | None:
         is_long = self.table.rows["opened_len"][row] > self.table.limits.rope_switch_len  # [num_tokens]

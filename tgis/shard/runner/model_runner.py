@@ -86,7 +86,7 @@ class HostModelRunner:
             if batch is not None:
                 self._compute_batch(batch, self._find_followed(request), response)
         if states is not None:
-            save_states(request, states, self._table)
+            states.copy_all(list_saves(request, self._table))
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
 
@@ -143,12 +143,10 @@ def open_states(request: pb.StepRequest, states: StateCache) -> None:
             states.copy(message.state_source, message.state_slot)
 
 
-def save_states(request: pb.StepRequest, states: StateCache, table: RowTable) -> None:
-    """Copy the states after the step's work to the slots that the step names."""
-    saves = read_column(request.state_saves)
-    for row, slot in zip(read_column(request.rows), saves, strict=False):
-        if slot != -1:
-            states.copy(int(table.rows["state_slot"][row]), int(slot))
+def list_saves(request: pb.StepRequest, table: RowTable) -> list[tuple[int, int]]:
+    """Return the slots of the states that are copied after the step's work, and the slots of the copies."""
+    saves = zip(read_column(request.rows), read_column(request.state_saves), strict=False)
+    return [(int(table.rows["state_slot"][row]), int(slot)) for row, slot in saves if slot != -1]
 
 
 def close_and_open(request: pb.StepRequest, table: RowTable, guides: Guides) -> Iterator[Problem]:

@@ -58,8 +58,7 @@ class CacheSizing:
         Raises ProcessGroupError, UnsupportedModelError, ModelTooLargeError or CacheTooSmallError."""
         if self.on.is_memory_shared:
             budget = self._measure_growing()
-            num_states = memory_plan.count_states(self.demand, self.block_bytes, budget.share)
-            return self.make_runner(self._plan_blocks(budget), num_states)
+            return self.make_runner(self._plan_blocks(budget), self._count_states(budget))
         try:
             budget, sizes = self._measure_largest()
             return self._make_with_graphs(budget, sizes)
@@ -76,6 +75,9 @@ class CacheSizing:
 
     def _plan_blocks(self, budget: MemoryBudget) -> int:
         return memory_plan.plan_blocks(self.demand, self.block_bytes, budget)
+
+    def _count_states(self, budget: MemoryBudget) -> int:
+        return memory_plan.count_states(self.demand, self.block_bytes, budget.share)
 
     def _budget(self, left: int, step: int, graphs: int = 0) -> MemoryBudget:
         return MemoryBudget(
@@ -154,30 +156,35 @@ class CacheSizing:
         return self.on.memory_left(self.group)
 
     def _make_with_graphs(self, budget: MemoryBudget, sizes: Sequence[GraphSize]) -> ModelRunner:
-        """Return a runner with captured steps. If the graphs need more memory than planned, reduce its cache
-        by the difference."""
-        num_blocks = self._plan_blocks(budget)
-        runner, missing = self._capture(num_blocks, budget, sizes)
+        """Return a runner with captured steps. If the graphs need more memory than planned, reduce its states
+        or, if it has none, its cache by the difference."""
+        planned = num_blocks, num_states = self._plan_blocks(budget), self._count_states(budget)
+        runner, missing = self._capture(*planned, budget, sizes)
         if missing > 0:
-            planned = num_blocks
             budget = replace(budget, graphs=budget.graphs + missing)
-            num_blocks -= -(-missing // self.block_bytes)
+            if num_states:
+                num_states = max(1, num_states - -(-missing // self.demand.state_bytes))
+            else:
+                num_blocks -= -(-missing // self.block_bytes)
             memory_plan.check_blocks(self.demand, num_blocks, self.block_bytes, budget)
             del runner
-            logger.info("reduced the cache from %d to %d blocks to fit CUDA graphs", planned, num_blocks)
-            runner, missing = self._capture(num_blocks, budget, sizes)
+            logger.info(
+                "reduced the cache from %d blocks and %d states to %d and %d to fit CUDA graphs",
+                *(*planned, num_blocks, num_states),
+            )
+            runner, missing = self._capture(num_blocks, num_states, budget, sizes)
         if missing > 0:
             logger.warning("the largest step lacks %.2f GiB of memory", missing / GIB)
         _log(budget, runner)
         return runner
 
     def _capture(
-        self, num_blocks: int, budget: MemoryBudget, sizes: Sequence[GraphSize]
+        self, num_blocks: int, num_states: int, budget: MemoryBudget, sizes: Sequence[GraphSize]
     ) -> tuple[ModelRunner, int]:
         """Build a runner and capture its steps. Return it and the bytes of memory that are missing."""
         gc.collect()  # an earlier runner may be part of a reference cycle
         self.on.memory.release_memory()
-        runner = self.make_runner(num_blocks, 0)
+        runner = self.make_runner(num_blocks, num_states)
         if sizes:
             assert isinstance(runner, CapturingRunner)
             runner.graphs.capture(sizes)

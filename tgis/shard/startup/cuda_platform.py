@@ -13,9 +13,11 @@ from tgis.shard.kernels.cuda.check.self_check import DTYPES, choose_implementati
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.kernel_cache import is_compiling, use_cache
 from tgis.shard.kernels.cuda.ops import CudaKernels
+from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
 from tgis.shard.memory.cuda import CudaMemory
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import ModelSpec
+from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.spec import EncoderDecoderSpec, LayerSpec
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.cuda_stream import CudaStream
@@ -51,6 +53,7 @@ def on_cuda(
         is_memory_shared=False,
         cache_fraction=1,
         num_dummy_blocks=1,
+        state_chunk=STATE_CHUNK,
         replaced_kernels=implementations.replaced,
         graph_sizes=partial(choose_graph_sizes, implementations),
     )
@@ -67,13 +70,16 @@ def find_sizes(spec: ModelSpec, num_ranks: int) -> KernelSizes:
     layers = spec.decoder if isinstance(spec, EncoderDecoderSpec) else spec
     if not isinstance(layers, LayerSpec):
         return SMALL
+    state = find_state_shape(spec, num_ranks)
+    heads = layers if layers.num_heads else SMALL  # a model without attention launches no such kernels
     return KernelSizes(
-        num_heads=max(1, layers.num_heads // num_ranks),
-        num_kv_heads=max(1, layers.num_kv_heads // num_ranks),
-        head_dim=layers.head_dim,
+        num_heads=max(1, heads.num_heads // num_ranks),
+        num_kv_heads=max(1, heads.num_kv_heads // num_ranks),
+        head_dim=heads.head_dim,
         hidden_size=layers.hidden_size,
         ffn_size=max(1, layers.intermediate_size // num_ranks),
         vocab_size=spec.vocab_size,
+        states=None if state is None else state.sizes,
     )
 
 
@@ -109,7 +115,6 @@ def make_runner(
 ) -> ModelRunner:
     # `engine_choice.find_gpu_obstacle` names these models.
     assert isinstance(parts.cache, KVCache), "models whose layers differ run on the CPU"
-    assert parts.states is None, "models that keep a state run on the CPU"
     return make_device_runner(
         model=parts.model,
         cache=parts.cache,
@@ -121,4 +126,5 @@ def make_runner(
         info=parts.info,
         adapters=parts.adapters,
         memory_left=on.memory.memory_left,
+        states=parts.states,
     )

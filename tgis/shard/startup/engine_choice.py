@@ -201,8 +201,6 @@ def find_gpu_obstacle(spec: ModelSpec) -> str | None:
     """Return why GPUs cannot run a model of a native family yet, or None if they can."""
     if not isinstance(spec, DecoderSpec):
         return None
-    if spec.mamba or spec.delta_net:
-        return "it keeps a state other than keys and values"
     if spec.layer_shapes:
         return "its layers have different heads"
     if spec.latent:

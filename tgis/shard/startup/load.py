@@ -107,7 +107,7 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
         max_batch_size=config.max_batch_size,
         kv_cache_tokens=config.kv_cache_tokens,
         is_encoder_decoder=choice.spec.is_encoder_decoder,
-        state_bytes=_count_state_bytes(config, choice),
+        state_bytes=_count_state_bytes(config, choice, on),
     )
     limits = adapter_limits(config, choice.is_native, length)
     weight_type = quantize_check.name_weight_type(config, settings, on, dtype_name)
@@ -361,7 +361,8 @@ class _Loaded:
         info = pb.InfoResponse(num_blocks=num_blocks, num_states=num_states)
         info.MergeFrom(self.info)
         info.max_drafts = 0 if self.speculator is None else self.speculator.num_tokens
-        shape = find_state_shape(spec, self.group.size)
+        shape = find_state_shape(spec, self.group.size, on.state_chunk)
+        num_slots = num_states + on.num_dummy_blocks
         limits = RowLimits(
             demand.max_sequence_length,
             demand.block_size,
@@ -372,7 +373,7 @@ class _Loaded:
         parts = RunnerParts(
             self.model,
             cache,
-            None if shape is None else StateCache(shape, num_states, self.group.device),
+            None if shape is None else StateCache(shape, num_slots, self.group.device),
             self.guides,
             self.adapters,
             info,
@@ -393,9 +394,9 @@ class _Loaded:
         return DraftParts(speculator, cache, self.plan.config.max_step_tokens)
 
 
-def _count_state_bytes(config: ShardConfig, choice: Choice) -> int:
+def _count_state_bytes(config: ShardConfig, choice: Choice, on: Platform) -> int:
     """Return the bytes of a sequence's state on one rank; 0 if the model keeps none."""
-    shape = find_state_shape(choice.spec, config.world_size)
+    shape = find_state_shape(choice.spec, config.world_size, on.state_chunk)
     return 0 if shape is None else shape.num_bytes
 
 

@@ -103,7 +103,8 @@ class Platform:
     compiler: KernelCompiler
     is_memory_shared: bool  # by all ranks of a machine
     cache_fraction: float  # fraction of the memory left by weights and steps that the cache may use
-    num_dummy_blocks: int = 0  # cache blocks that no sequence uses
+    num_dummy_blocks: int = 0  # cache blocks that no sequence uses, and as many states
+    state_chunk: int = 0  # see `StateShape.chunk`
     replaced_kernels: Sequence[str] = ()  # names of kernels that are replaced by their fallbacks
     product_dtype: torch.dtype | None = None
     """Type to which matrix products round their weights; None: the weights' own type."""

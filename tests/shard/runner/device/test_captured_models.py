@@ -62,7 +62,7 @@ def compare(
         step.forward.replay()
         one, other = eager.bucket(step.size.num_rows), graphed.bucket(step.size.num_rows)
         assert one.logits[:count].isfinite().any()
-        assert equal(one.logits, other.logits)
+        assert equal(one.logits[:count], other.logits[:count])  # captures advance the dummy state, too
         parts[step.size.num_rows].sample()
         step.sample.replay()
         assert one.answers.equal(other.answers)

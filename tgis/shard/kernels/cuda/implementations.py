@@ -16,6 +16,7 @@ from tgis.shard.kernels.cuda import (
     sample,
     turn_and_keep,
 )
+from tgis.shard.kernels.cuda.states import convolve, keep_inputs, scan_delta, scan_mamba
 
 # Name of a kernel -> module with `launch` and `plain`.
 KERNELS: dict[str, ModuleType] = {
@@ -26,7 +27,13 @@ KERNELS: dict[str, ModuleType] = {
     "attend_tiles": attend_tiles,
     "gate": gate,
     "sample": sample,
+    "convolve": convolve,
+    "scan_mamba": scan_mamba,
+    "scan_delta": scan_delta,
+    "keep_inputs": keep_inputs,
 }
+STATE_KERNELS = frozenset({"convolve", "scan_mamba", "scan_delta", "keep_inputs"})
+"""Kernels that only recurrent layers use."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,10 @@ class Implementations:
     attend_tiles: Callable[..., None]
     gate: Callable[..., Tensor]
     sample: Callable[..., None]
+    convolve: Callable[..., Tensor]
+    scan_mamba: Callable[..., Tensor]
+    scan_delta: Callable[..., Tensor]
+    keep_inputs: Callable[..., None]
 
     @classmethod
     def choose(cls, replaced: frozenset[str] = frozenset()) -> Self:

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.states import mix
 from tgis.shard.kernels.portable.ops import TorchKernels, read_packed
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Activation, LinearLayer, NormLayer
+from tgis.shard.layers.states import DeltaNet, Mamba2
+from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole
 
 
@@ -66,6 +69,14 @@ class CudaKernels(TorchKernels):
 
     def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
         return self._implementations.gate(gate_up, name, True)
+
+    def mix_states(self, rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> Tensor:
+        return mix.mix_states(self._implementations, rows, mixer, layer, states)
+
+    def mix_delta(
+        self, rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: StepStates
+    ) -> Tensor:
+        return mix.mix_delta(self._implementations, rows, gates, mixer, layer, states)
 
     def norm_product(
         self,

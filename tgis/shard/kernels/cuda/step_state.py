@@ -17,6 +17,9 @@ from tgis.sampling_parameters import PARAMETERS
 SEGMENT_LEN = 256
 MAX_SEGMENTS = 32  # maximum per sequence; longer sequences have longer segments
 
+# Number of tokens by which the sums of recurrent layers advance: the smallest size of tensor-core products.
+STATE_CHUNK = 16
+
 # Maximum stop token ids and logit biases of a row. Rows with more are sampled on the host.
 MAX_STOP_IDS, MAX_BIASES = 32, 1024
 MAX_COUNT = (1 << 15) - 1  # saturation value of `RowState.token_counts`
@@ -76,6 +79,9 @@ class RowState:
         return len(self.words) - 1
 
 
+NO_SPANS = torch.empty((3, 0), dtype=torch.int32)
+
+
 class StagedStep(NamedTuple):
     """Description of a step by the host: int32 tensors in device memory.
 
@@ -93,6 +99,10 @@ class StagedStep(NamedTuple):
     cross_tiles: Tensor  # [num_cross_tiles, 5]
     sampled_rows: Tensor  # [num_sampled]
     sampled_x: Tensor  # [num_sampled], index of the token whose logits are sampled
+    # Slot of the state, first new token, and its position, by sequence: [3, num_spans + 1]. The last entry
+    # has only the end of the tokens. Captured steps are padded with the dummy state. Models without states
+    # have none.
+    spans: Tensor = NO_SPANS
 
 
 class StepTensors(NamedTuple):

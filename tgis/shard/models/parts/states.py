@@ -8,14 +8,15 @@ from tgis.shard.models.parts import delta_net, mamba
 from tgis.shard.models.spec import DecoderSpec
 
 
-def find_state_shape(spec: object, size: int) -> StateShape | None:
-    """Return the shape of a sequence's state on one of `size` ranks, or None if the model keeps none."""
+def find_state_shape(spec: object, size: int, chunk: int = 0) -> StateShape | None:
+    """Return the shape of a sequence's state on one of `size` ranks, or None if the model keeps none. `chunk`
+    is the platform's, see `StateShape`."""
     if not isinstance(spec, DecoderSpec):
         return None
     if spec.mamba is not None:
-        return StateShape(len(spec.mamba.layers), mamba.local_sizes(spec.mamba, size))
+        return StateShape(len(spec.mamba.layers), mamba.local_sizes(spec.mamba, size), chunk)
     if spec.delta_net is not None:
-        return StateShape(len(spec.delta_net.layers), delta_net.local_sizes(spec.delta_net, size))
+        return StateShape(len(spec.delta_net.layers), delta_net.local_sizes(spec.delta_net, size), chunk)
     return None
 
 

@@ -7,6 +7,7 @@ from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.kernels.cuda.attention import CudaAttention
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import Model
 from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
 from tgis.shard.runner.batch_builder import BatchBuilder
@@ -31,19 +32,21 @@ def make_device_runner(
     info: pb.InfoResponse,
     adapters: LoadedAdapters,
     memory_left: Callable[[], int],
+    states: StateCache | None = None,
 ) -> DeviceModelRunner:
     """Build a runner without graphs. The cache's last block is the dummy block, which `info.num_blocks` does
-    not count. `memory_left` returns the free bytes of the device."""
+    not count. The last slot of `states`, those of a model with recurrent layers, is a dummy, too.
+    `memory_left` returns the free bytes of the device."""
     spec = model.spec
     assert isinstance(spec, DecoderSpec | EncoderDecoderSpec), "other engines run on the CPU"
     num_blocks = cache.num_blocks - 1
-    group_size = spec.num_heads // info.world_size // cache.num_kv_heads
+    group_size = max(1, spec.num_heads // info.world_size // cache.num_kv_heads)
     attention = CudaAttention(cache, kernels, group_size)
     state = allocate_rows(max_rows, limits, num_blocks, stream.device)
     table = DeviceTable(max_rows, limits, stream.device, adapters, state)
-    builder = BatchBuilder(table, attention, singles_first=True)
-    packer = StepPacker(table, attention, state)
-    on = DeviceModel(model, attention, kernels, state, has_long=limits.rope_switch_len > 0)
+    builder = BatchBuilder(table, attention, singles_first=True, states=states)
+    packer = StepPacker(table, attention.tile_tokens, state, None if states is None else states.dummy_slot)
+    on = DeviceModel(model, attention, kernels, state, limits.rope_switch_len > 0, states)
     described = pb.InfoResponse(num_blocks=num_blocks)
     described.MergeFrom(info)
     described.num_blocks = num_blocks

@@ -6,11 +6,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.interface import StepLayout
-from tgis.shard.kernels.cuda.attention import CudaAttention, CudaPlan
+from tgis.shard.attention.interface import Attention, StepLayout
+from tgis.shard.kernels.cuda.attention import CudaPlan
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import RowState, Segments, StagedStep, StepTensors
 from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.memory.state_cache import StateCache, StepStates
 from tgis.shard.models.interface import Model, StepInputs, VirtualTokens
 from tgis.shard.runner.device.graphs import StepParts
 from tgis.shard.runner.device.step_packer import StagedSize, StepPacker
@@ -29,10 +30,11 @@ class DeviceModel:
     """Model on a device, with the objects that all its steps share."""
 
     model: Model
-    attention: CudaAttention
+    attention: Attention
     kernels: Implementations
     state: RowState
     has_long: bool  # rotary positions of long sequences are scaled differently
+    states: StateCache | None = None  # of a model with recurrent layers
 
     def make_inputs(
         self,
@@ -60,8 +62,9 @@ class DeviceModel:
                 tensors.slot_mapping, state.cross_tables, segments, staged.cross_tiles, size.max_cross_len
             )
         is_long = tensors.is_long if self.has_long else None
+        states = None if self.states is None else find_states(self.states, staged.spans)
         return StepInputs(
-            tensors.token_ids, tensors.positions, NO_LAYOUT, plan, cross, is_long, virtual, adapters
+            tensors.token_ids, tensors.positions, NO_LAYOUT, plan, cross, is_long, virtual, adapters, states
         )
 
     def compute(self, staged: StagedStep, tensors: StepTensors, inputs: StepInputs) -> Outputs:
@@ -76,6 +79,12 @@ class DeviceModel:
         at = staged.sampled_x.long()
         adapters = inputs.adapters
         return Outputs(x, self.model.logits(x[at], adapters and adapters.take(at)))
+
+
+def find_states(cache: StateCache, spans: Tensor) -> StepStates:
+    """Return the states of a step's spans, see `StagedStep`."""
+    slots, begins, starts = spans
+    return StepStates(cache, slots[:-1], begins, starts[:-1])
 
 
 class EagerStep:

@@ -28,7 +28,7 @@ from tgis.shard.runner.forward import Outputs
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.host_sampler import HostSampler
 from tgis.shard.runner.interface import Pending
-from tgis.shard.runner.model_runner import ComputedStep, close_and_open
+from tgis.shard.runner.model_runner import ComputedStep, close_and_open, list_saves, open_states
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import Guides
@@ -103,6 +103,7 @@ class DeviceModelRunner:
         assert len(self._launched) < NUM_SLOTS, "too many steps are pending"
         for problem in close_and_open(request, self._table, self._guides):
             report_problem(response, problem, self._is_answering)
+        self._open_states(request)
         failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
         host_path = self._table.find_host_path(request)
         if host_path:
@@ -110,16 +111,31 @@ class DeviceModelRunner:
         has_encoded = self._encode(request)
         work = self._builder.find_work(request)
         if work is None:
+            self._save_states(request)
             self._send_updates()
             response.forward_ns = time.perf_counter_ns() - began
             return ComputedStep(response)
         step = self._queue_forward(work, has_encoded)
+        self._save_states(request)
         response.path = host_path or step.path
         if not host_path:
             return self._queue_rest(work, step, response)
         self._sampler.answer(work, step.adapters, self._wait_for_outputs(step), response)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
+
+    def _open_states(self, request: pb.StepRequest) -> None:
+        """Queue the setting of the states of the opened rows."""
+        states = self._on.states
+        if states is not None and request.opened_rows:
+            self._stream.run(lambda: open_states(request, states))
+
+    def _save_states(self, request: pb.StepRequest) -> None:
+        """Queue the copies of states that the step requests, after its forward pass."""
+        states = self._on.states
+        saves = [] if states is None else list_saves(request, self._table)
+        if states is not None and saves:
+            self._stream.run(lambda: states.copy_all(saves))
 
     def _encode(self, request: pb.StepRequest) -> bool:
         """Queue the encoder's work. Return False if there is none."""

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tgis.shard.kernels.cuda.attention import CudaAttention, QueryTile, cut_tiles
+from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.step_state import RowState
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import VirtualTokens
@@ -31,6 +31,7 @@ class StagedArrays(NamedTuple):
     cross_tiles: Words
     sampled_rows: Words
     sampled_x: Words
+    spans: Words
 
 
 class StagedSize(NamedTuple):
@@ -54,12 +55,14 @@ class Capacity(NamedTuple):
 
 
 class StepPacker:
-    """Packer of steps of a table's rows for a device."""
+    """Packer of steps of a table's rows for a device. `dummy_state` is the slot of a state that no sequence
+    has; None if the model keeps no states."""
 
-    def __init__(self, table: DeviceTable, attention: CudaAttention, state: RowState):
+    def __init__(self, table: DeviceTable, tile_tokens: int, state: RowState, dummy_state: int | None = None):
         self.table = table
         self._block_size = table.block_size
-        self._tile_tokens = attention.tile_tokens
+        self._tile_tokens = tile_tokens
+        self._dummy_state = dummy_state
         self._idle_row = state.idle_row
         self._dummy_slot = state.dummy_slot
 
@@ -90,6 +93,7 @@ class StepPacker:
             cross_tiles=self._cut_tiles(work, np.zeros_like(rows), encoder_lens),
             sampled_rows=work.sampled_rows.astype(np.int32),
             sampled_x=work.sampled_x.astype(np.int32),
+            spans=self._find_spans(work),
         )
         size = StagedSize(
             num_tokens=len(row),
@@ -139,7 +143,34 @@ class StepPacker:
             cross_tiles=_empty(5),
             sampled_rows=sampled_rows,
             sampled_x=sampled_x,
+            spans=self._pad_spans(arrays, size, num_single),
         )
+
+    def _find_spans(self, work: Work) -> Words:
+        if self._dummy_state is None:
+            return _empty(3).T
+        slots = np.append(self.table.rows["state_slot"][work.rows], self._dummy_state)
+        return np.stack([slots, work.layout.begins, np.append(work.starts, 0)]).astype(np.int32)
+
+    def _pad_spans(self, arrays: StagedArrays, size: GraphSize, num_single: int) -> Words:
+        """Pad spans with the dummy state: to one token for each row, and to as many prompts as tiles, because
+        each prompt has a tile."""
+        if self._dummy_state is None:
+            return _empty(3).T
+        gap = size.num_rows - num_single
+        num_prompts = max(arrays.spans.shape[1] - 1 - num_single, 0)
+        count = size.num_rows + self.find_capacity(size).num_tiles
+        spans = np.zeros((3, count + 1), np.int32)
+        slots, begins, starts = spans
+        slots[:] = self._dummy_state
+        begins[: size.num_rows] = np.arange(size.num_rows)
+        # Prompts end where the next one begins, and those that are missing have no tokens.
+        begins[size.num_rows :] = len(arrays.token_rows) + gap
+        for padded, values in ((slots, arrays.spans[0]), (starts, arrays.spans[2])):
+            padded[:num_single] = values[:num_single]
+            padded[size.num_rows :][:num_prompts] = values[num_single : num_single + num_prompts]
+        begins[size.num_rows :][:num_prompts] = arrays.spans[1, num_single : num_single + num_prompts] + gap
+        return spans
 
     def _pad_samples(self, arrays: StagedArrays, size: GraphSize, num_single: int) -> tuple[Words, Words]:
         """Return the rows that sample, and the indices of the tokens before the samples."""
@@ -157,7 +188,9 @@ class StepPacker:
         none = np.empty(0, np.int32)
         no_blocks = _empty(3)
         no_tiles = _empty(5)
-        empty = StagedArrays(none, none, none, none, none, none, no_blocks, no_tiles, no_tiles, none, none)
+        no_spans = np.zeros((3, 1), np.int32)
+        per_token = none, none, none, none, none, none
+        empty = StagedArrays(*per_token, no_blocks, no_tiles, no_tiles, none, none, no_spans)
         return self.pad_step(empty, size, 0)
 
     def fixed_size(self, size: GraphSize) -> StagedSize:

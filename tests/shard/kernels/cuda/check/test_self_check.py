@@ -17,6 +17,8 @@ from tgis.shard.kernels.cuda.check import self_check
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, KernelSizes
 from tgis.shard.kernels.cuda.check.self_check import TOLERANCES, check, choose_implementations
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
+from tgis.shard.kernels.cuda.states.chunks import StateMemory
+from tgis.shard.memory.state_cache import StateSizes
 from tgis.shard.models.registry import make_spec
 from tgis.shard.startup.cuda_platform import configure_products, find_sizes
 
@@ -56,6 +58,8 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]
         if returned is not None:
             return change(returned)
         written = args[results[-1]]
+        if isinstance(written, StateMemory):
+            written = written.pending
         tensor = written if isinstance(written, Tensor) else written.seq_lens
         tensor.copy_(change(tensor))
         return None
@@ -146,7 +150,15 @@ def test_a_lost_device_is_not_a_kernel_s_failure(
     assert caplog.messages == ["the GPU failed in kernel gate, or in its twin in torch operators"]
 
 
-WIDE = KernelSizes(num_heads=6, num_kv_heads=3, head_dim=96, hidden_size=288, ffn_size=400, vocab_size=700)
+WIDE = KernelSizes(
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=96,
+    hidden_size=288,
+    ffn_size=400,
+    vocab_size=700,
+    states=StateSizes(2, 80, 1, 33, 4),
+)
 
 
 def test_a_kernel_that_fails_at_the_model_s_sizes_is_replaced(
@@ -177,7 +189,7 @@ def test_inputs_have_the_model_s_sizes(name: str) -> None:
 
 
 INTERPRETED_SIZES = [
-    KernelSizes(4, 4, 12, 32, 48, 99),
+    KernelSizes(4, 4, 12, 32, 48, 99, StateSizes(2, 8, 2, 5, 2)),
     pytest.param(KernelSizes(4, 2, 128, 512, 512, 3000), marks=pytest.mark.slow),
     pytest.param(KernelSizes(6, 1, 20, 32, 48, 403), marks=pytest.mark.slow),
 ]

@@ -17,6 +17,8 @@ from tgis.shard.kernels.cuda.offline.driver import compile_only
 from tgis.shard.kernels.cuda.offline.variants import find_variants
 
 QUICK = "all", "llama-3.1-8b/1"
+STATEFUL = golden.STATE_MODELS[0], golden.STATE_MODELS[2]  # one of Mamba 2, one of gated DeltaNet
+LONG = "sample", "scan_mamba", "scan_delta"  # to compile
 OLDEST = "3.6.0"
 SIZES = 24, 1, 2, 3, 7, 16, 33, 100, 256, 1000
 
@@ -47,23 +49,29 @@ def test_costs_of_a_model_equal_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [pytest.param(name, marks=pytest.mark.slow if name == "sample" else ()) for name in KERNELS]
+    "kernel", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in KERNELS]
 )
 def test_steps_of_all_sizes_launch_the_same(kernel: str) -> None:
     """A step never waits for the compilation of a kernel for its numbers of tokens and sequences."""
     with compile_only(90) as kernels:
         for num_tokens in SIZES:
-            for variant in golden.of_models(*QUICK, num_tokens=num_tokens):
+            for variant in golden.of_models(*QUICK, *STATEFUL, num_tokens=num_tokens):
                 if variant.kernel == kernel:
                     variant.run()
             if num_tokens == SIZES[0]:
                 first = len(kernels)
+                assert first
     assert [(one.name, one.types, one.constants) for one in kernels[first:]] == []
 
 
 @pytest.mark.slow
 def test_costs_of_other_models_equal_the_table() -> None:
     _compare(*set(golden.MODELS) - set(QUICK))
+
+
+@pytest.mark.slow
+def test_costs_of_kernels_of_states_equal_the_table() -> None:
+    _compare(*golden.STATE_MODELS)
 
 
 @pytest.mark.slow

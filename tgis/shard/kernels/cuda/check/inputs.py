@@ -1,5 +1,6 @@
 """Random inputs of a few tokens for all kernels, by the type of weights and the sizes of a model."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -10,10 +11,13 @@ from torch import Tensor
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
+from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
+from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
     MAX_STOP_IDS,
     OFF_WORDS,
+    STATE_CHUNK,
     RowState,
     Segments,
     StagedStep,
@@ -22,6 +26,8 @@ from tgis.shard.kernels.cuda.step_state import (
     count_segments,
 )
 from tgis.shard.layers.ops import HeadNorm
+from tgis.shard.layers.states import DeltaNet, Mamba2
+from tgis.shard.memory.state_cache import StateSizes
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 NUM_ROWS, MAX_BLOCKS = 6, 40
@@ -38,9 +44,11 @@ class KernelSizes:
     hidden_size: int = 320
     ffn_size: int = 320
     vocab_size: int = 5000
+    states: StateSizes | None = None  # of recurrent layers, if there are any
 
 
-SMALL = KernelSizes()
+SMALL_STATELESS = KernelSizes()
+SMALL = KernelSizes(states=StateSizes(4, 24, 2, 20, 4))
 
 
 class Input(NamedTuple):
@@ -184,6 +192,83 @@ def _samples(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMAL
     yield Input((*filtered, draw.integers([[-1, -1]] * 2)), results=(1, 3), overwritten=0)
 
 
+# New tokens of four sequences: in their first and later chunks, at and around ends of chunks. One has none.
+_COUNTS, _STARTS = (1, 37, 0, 16), (0, 27, 5, 15)
+_HEADS_OF_OTHERS = 2
+
+
+def _draw_memory(draw: Draw, sizes: StateSizes) -> StateMemory:
+    num_slots = 6
+    shape = num_slots, sizes.num_heads, sizes.head_dim // sizes.block, sizes.state_size, sizes.block
+    return StateMemory(
+        draw.normal(num_slots, sizes.kernel_size - 1, sizes.num_channels),
+        draw.normal(*shape),
+        draw.normal(num_slots, STATE_CHUNK, sizes.pending_width),
+    )
+
+
+def _draw_spans(draw: Draw) -> Spans:
+    begins = [0, *itertools.accumulate(_COUNTS)]
+    return Spans(draw.integers([4, 0, 2, 5]), draw.integers(begins), draw.integers(_STARTS))
+
+
+def draw_mamba(draw: Draw, sizes: StateSizes) -> Mamba2:
+    channels, heads = sizes.num_channels, sizes.num_heads
+    kernel, bias = draw.normal(sizes.kernel_size, channels), draw.normal(channels)
+    decay, time_bias, skip = -draw.normal(heads).abs(), draw.normal(heads), draw.normal(heads)
+    return Mamba2(sizes, kernel, bias, decay, time_bias, skip, draw.normal(sizes.width), 1e-5)
+
+
+def draw_delta(draw: Draw, sizes: StateSizes) -> DeltaNet:
+    channels, heads = sizes.num_channels, sizes.num_heads
+    kernel, bias = draw.normal(sizes.kernel_size, channels), draw.normal(channels)
+    decay, time_bias = -draw.normal(heads).abs(), draw.normal(heads)
+    weight = draw.normal(sizes.head_dim)
+    return DeltaNet(sizes, 1, heads + _HEADS_OF_OTHERS, kernel, bias, decay, time_bias, weight, 1e-5)
+
+
+def _convolutions(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    if (states := sizes.states) is not None:
+        draw = Draw(device)
+        rows = draw.normal(sum(_COUNTS), states.width + states.num_channels, dtype=dtype)
+        weights = draw.normal(states.kernel_size, states.num_channels), draw.normal(states.num_channels)
+        yield Input((rows, states.width, *weights, _draw_memory(draw, states).windows, _draw_spans(draw)))
+
+
+def _mamba_scans(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    if (states := sizes.states) is not None:
+        draw, num_tokens = Draw(device), sum(_COUNTS)
+        width = states.width + states.num_channels + states.num_heads
+        rows, channels = (
+            draw.normal(num_tokens, width, dtype=dtype),
+            draw.normal(num_tokens, states.num_channels),
+        )
+        memory, spans = _draw_memory(draw, states), _draw_spans(draw)
+        yield Input((rows, channels, draw_mamba(draw, states), memory, spans), results=(3,))
+
+
+def _delta_scans(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    if (states := sizes.states) is not None:
+        draw, num_tokens = Draw(device), sum(_COUNTS)
+        mixer = draw_delta(draw, states)
+        gates = draw.normal(num_tokens, 2 * mixer.total_heads)
+        channels = draw.normal(num_tokens, states.num_channels)
+        memory, spans = _draw_memory(draw, states), _draw_spans(draw)
+        yield Input((gates, channels, mixer, memory, spans), results=(3,))
+
+
+def _keeps(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    if (states := sizes.states) is not None:
+        draw, num_tokens, num_heads = Draw(device), sum(_COUNTS), states.num_heads
+        rows = draw.normal(num_tokens, states.width + states.num_channels + num_heads, dtype=dtype)
+        gates = draw.normal(num_tokens, 2 * (num_heads + _HEADS_OF_OTHERS))
+        channels = draw.normal(num_tokens, states.num_channels)
+        memory, spans = _draw_memory(draw, states), _draw_spans(draw)
+        last = rows.shape[1] - num_heads
+        for heads in (HeadInputs(rows, (last,), num_heads), HeadInputs(gates, (1, num_heads), num_heads)):
+            yield Input((rows, states.width, channels, heads, memory, spans), results=(4,))
+
+
 # Name of a kernel -> function of a device, a type of weights, and sizes.
 INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "begin_step": _steps,
@@ -193,6 +278,10 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "attend_tiles": _tiles,
     "gate": _gates,
     "sample": _samples,
+    "convolve": _convolutions,
+    "scan_mamba": _mamba_scans,
+    "scan_delta": _delta_scans,
+    "keep_inputs": _keeps,
 }
 
 # Words of rows other than their lengths. Parameters that a row does not list are off.

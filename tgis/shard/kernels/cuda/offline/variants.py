@@ -13,11 +13,14 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
-from tgis.shard.kernels.cuda.check.inputs import INPUTS
+from tgis.shard.kernels.cuda.check.inputs import INPUTS, Draw, draw_delta, draw_mamba
 from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
+from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
     MAX_STOP_IDS,
+    STATE_CHUNK,
     RowState,
     Segments,
     StagedStep,
@@ -26,6 +29,7 @@ from tgis.shard.kernels.cuda.step_state import (
 )
 from tgis.shard.layers.activation import CLAMPED_SWIGLU
 from tgis.shard.layers.ops import HeadNorm
+from tgis.shard.memory.state_cache import StateCache, StateShape, StateSizes
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 16, 64, 128
 MAX_SEQ_LEN = BLOCK_SIZE * MAX_BLOCKS
@@ -63,6 +67,8 @@ class ModelShape:
     chunk: int | None = None  # length of chunks, which some layers have
     soft_cap: float | None = None
     has_encoder: bool = False  # also has relative position biases and cross-attention
+    mamba: StateSizes | None = None  # of Mamba 2 layers
+    delta: StateSizes | None = None  # of gated DeltaNet layers
     shards: tuple[int, ...] = (1,)
 
     def divided(self, size: int) -> "ModelShape":
@@ -74,6 +80,10 @@ class ModelShape:
             num_heads=self.num_heads // size,
             num_kv_heads=max(1, self.num_kv_heads // size),
         )
+
+    @property
+    def states(self) -> StateSizes | None:
+        return self.mamba or self.delta
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,10 @@ MODELS = (
     ModelShape("ministral-3-8b", 4096, 14336, 32, 8, 128, 131072),
     ModelShape("llama-4-scout", 5120, 8192, 40, 8, 128, 202048, has_head_norm=True, chunk=8192, shards=(2,)),
     ModelShape("glm-4.5-air", 4096, 1408, 96, 8, 128, 151552, rotated=64, shards=(2,)),
+    ModelShape("granite-4.0-h-tiny", 1536, 1024, 12, 4, 128, 100352, mamba=StateSizes(48, 64, 1, 128, 4)),
+    ModelShape("nemotron-h-8b", 4096, 21504, 32, 8, 128, 131072, mamba=StateSizes(128, 64, 8, 128, 4)),
+    ModelShape("falcon-h1-7b", 3072, 12288, 12, 2, 128, 130048, mamba=StateSizes(24, 128, 1, 256, 4)),
+    ModelShape("qwen3-next-80b", 2048, 512, 16, 2, 256, 151936, delta=StateSizes(32, 128, 16, 128, 4)),
     LayerNormShape("gpt2-xl", 1600, 6400, 25, 25, 64, 50257),
     LayerNormShape("gpt-neox-20b", 6144, 24576, 64, 64, 96, 50432, rotated=24, shards=(1, 2)),
     LayerNormShape("opt-2.7b", 2560, 10240, 32, 32, 80, 50272, activation="relu"),
@@ -175,6 +189,33 @@ def find_model_variants(
                 yield variant("attend_segments", run, f"{about} {kind}")
             run = _attend_tiles(kernels, model, num_tokens, dtype, scoring)
             yield variant("attend_tiles", run, f"{about} {kind}")
+        for kernel, run in _state_launches(kernels, model, num_tokens, dtype):
+            yield variant(kernel, run, about)
+
+
+def _state_launches(
+    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the launches of recurrent layers, in steps of as many sequences as tokens."""
+    sizes = model.states
+    if sizes is None:
+        return
+    draw, heads = Draw(torch.device("meta")), sizes.num_heads
+    states = StateCache(StateShape(2, sizes, STATE_CHUNK), 9, torch.device("meta"))
+    spans = Spans(_empty(num_tokens), _empty(num_tokens + 1), _empty(num_tokens))
+    memory = StateMemory(states.windows(1), states.sums(1), states.pending(1))
+    rows = _empty(num_tokens, sizes.width + sizes.num_channels + heads * bool(model.mamba), dtype=dtype)
+    channels, gates = _floats(num_tokens, sizes.num_channels), _floats(num_tokens, 2 * heads)
+    weights = _floats(sizes.kernel_size, sizes.num_channels), _floats(sizes.num_channels)
+    yield "convolve", lambda: kernels.convolve(rows, sizes.width, *weights, memory.windows, spans)
+    if model.mamba:
+        mamba, inputs = draw_mamba(draw, sizes), HeadInputs(rows, (rows.shape[1] - heads,), heads)
+        yield "scan_mamba", lambda: kernels.scan_mamba(rows, channels, mamba, memory, spans)
+    else:
+        delta, inputs = draw_delta(draw, sizes), HeadInputs(gates, (heads, 0), heads)
+        delta = replace(delta, first_head=0, total_heads=heads)
+        yield "scan_delta", lambda: kernels.scan_delta(gates, channels, delta, memory, spans)
+    yield "keep_inputs", lambda: kernels.keep_inputs(rows, sizes.width, channels, inputs, memory, spans)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
