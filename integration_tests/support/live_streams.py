@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from integration_tests.support.generations import Keys, metadata_with
 from integration_tests.support.service import Client
@@ -17,10 +18,20 @@ LENGTH = 150
 NUM_STREAMS = 8
 
 
+@dataclass(frozen=True)
+class Result:
+    """Whole stream. `logprobs` has one log-probability per token."""
+
+    text: str
+    stop_reason: int
+    logprobs: list[float]
+
+
 def long_request(text: str) -> pb.SingleGenerationRequest:
     """Every second text is sampled."""
     criteria, number = pb.StoppingCriteria(max_new_tokens=LENGTH, min_new_tokens=LENGTH), sum(text.encode())
-    params = pb.Parameters(stopping=criteria)
+    details = pb.ResponseOptions(generated_tokens=True, token_logprobs=True)
+    params = pb.Parameters(stopping=criteria, response=details)
     if number % 2:
         params.method, params.sampling.seed = pb.SAMPLE, number
     return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params)
@@ -30,14 +41,16 @@ def keys_of(text: str) -> Keys:
     return metadata_with(sum(text.encode()))
 
 
-def read(client: Client, text: str, running: threading.Barrier | None = None) -> tuple[str, int]:
-    """Return text and stop reason of a whole stream; `running` is met after the first token."""
+def read(client: Client, text: str, running: threading.Barrier | None = None) -> Result:
+    """Read a whole stream; `running` is met after the first token."""
     parts = []
     for part in client.stub.GenerateStream(long_request(text), metadata=keys_of(text)):
         if running is not None and len(parts) == 1:
             running.wait(30)
         parts.append(part)
-    return "".join(part.text for part in parts), parts[-1].stop_reason
+    logprobs = [token.logprob for part in parts for token in part.tokens]
+    assert len(logprobs) == LENGTH
+    return Result("".join(part.text for part in parts), parts[-1].stop_reason, logprobs)
 
 
 def check_survival(
