@@ -1,5 +1,5 @@
-"""Families whose caches differ from Llama's in the whole service: streams equal those that run alone, although
-the cache is too small for all of them, and although a shard is killed."""
+"""Families whose caches differ from Llama's in the whole service: streams equal those that run alone, even if
+the cache is too small for all of them, and if a shard is killed."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -43,7 +43,7 @@ def keys_of(text: str) -> Keys:
 
 def read(client: Client, text: str, running: threading.Barrier | None = None) -> Result:
     """Read a whole stream; `running` is met after the first token."""
-    parts = []
+    parts: list[pb.GenerationResponse] = []
     for part in client.stub.GenerateStream(long_request(text), metadata=keys_of(text)):
         if running is not None and len(parts) == 1:
             running.wait(30)

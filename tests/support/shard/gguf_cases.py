@@ -112,6 +112,8 @@ CASES: dict[str, Case] = {
     "gemma": ("gemma", ALL["gemma"]),
     "gemma2": ("gemma2", lambda: hf.Gemma2Config(**gemma2(query_pre_attn_scalar=8))),
     "gemma3": ("gemma3", lambda: hf.Gemma3TextConfig(**gemma3(**GEMMA3))),
+    "gemma4": ("gemma4", ALL["gemma4_text"]),
+    "gemma4_experts": ("gemma4", ALL["gemma4_text_experts"]),
     "phi3": ("phi3", ALL["phi3"]),
     "phi3_short_and_long": ("phi3", ALL["phi3_short_and_long"]),
     "granite": ("granite", ALL["granite"]),

@@ -126,8 +126,9 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
         return {name: rows.reshape(shape).swapaxes(1, 2).reshape(rows.shape)}
     if architecture in ("bloom", "gptneox", "falcon") and "query_key_value" in name:
         return {name: split_groups(config, rows)}
-    is_offset = architecture == "qwen3next" and "linear_attn" not in name
-    if (architecture.startswith("gemma") or is_offset) and name.endswith("norm.weight"):
+    is_offset = architecture in ("gemma", "gemma2", "gemma3")
+    is_offset |= architecture == "qwen3next" and "linear_attn" not in name
+    if is_offset and name.endswith("norm.weight"):
         return {name: rows + np.float32(1)}
     if name.endswith("kv_b_proj.weight") and has_split_heads(config):
         return split_heads(config, name, rows)
@@ -135,6 +136,11 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
         return rearrange_delta_net(config, name, rows)
     if architecture == "qwen3next" and name.endswith("shared_expert_gate.weight"):
         return {name: rows[0]}
+    if architecture == "gemma4" and (".router.scale" in name or ".per_expert_scale" in name):
+        layer, end = name.split(".")[2], "ffn_gate_inp" if ".router.scale" in name else "ffn_down_exps"
+        return {f"blk.{layer}.{end}.scale": rows}
+    if architecture == "gemma4" and (name.endswith("layer_scalar") or ".experts." in name):
+        return rearrange_gemma4(config, name, rows)
     if architecture == "llama4" and ".experts." in name:
         return rearrange_llama4(name, rows)
     if architecture == "gpt-oss" and (".experts." in name or name.endswith("sinks")):
@@ -239,6 +245,17 @@ def rearrange_delta_net(config: dict[str, Any], name: str, rows: Array) -> dict[
     return {name: rows.squeeze(1) if name.endswith("conv1d.weight") else rows}
 
 
+def rearrange_gemma4(config: dict[str, Any], name: str, rows: Array) -> dict[str, Array]:
+    """Return the experts, in odd layers with a tensor for each projection, and the scalars of layers."""
+    layer = name.split(".")[2]
+    if "gate_up_proj" in name and int(layer) % 2:
+        gate, up = np.split(rows, 2, 1)
+        return {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
+    ends = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}
+    end = ends.get(name.rpartition(".")[2], "layer_output_scale")
+    return {f"blk.{layer}.{end}.weight": rows}
+
+
 def rearrange_llama4(name: str, rows: Array) -> dict[str, Array]:
     """Return the experts of a layer; `rows` is [num_experts, out, in]."""
     layer = name.split(".")[2]
@@ -307,7 +324,9 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(count + config.get("num_nextn_predict_layers", 0))
     writer.add_head_count(heads)
     writer.add_vocab_size(config["vocab_size"])
-    if kind != "mamba2":
+    if kind == "gemma4_text":
+        add_gemma4(writer, config)
+    elif kind != "mamba2":
         add_layers(writer, config, 4 * width)
         if "kv_lora_rank" in config:
             add_latents(writer, config)
@@ -341,6 +360,38 @@ def add_layers(writer: gguf.GGUFWriter, config: dict[str, Any], usual_width: int
         writer.add_head_count_kv(1 if has_latents else groups or heads)
     else:
         writer.add_head_count_kv([groups if each in ("attention", "full_attention") else 0 for each in kinds])
+
+
+def add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    kinds, shared = config["layer_types"], config["num_kv_shared_layers"]
+    is_full = [kind == "full_attention" for kind in kinds]
+    full, width = next(iter(config["per_layer_config"].values())), config["intermediate_size"]
+    wide = width * 2 if config["use_double_wide_mlp"] else width
+    writer.add_feed_forward_length([width if i < len(kinds) - shared else wide for i in range(len(kinds))])
+    groups = config["num_key_value_heads"]
+    writer.add_head_count_kv(
+        [full.get("num_key_value_heads", groups) if each else groups for each in is_full]
+    )
+    writer.add_sliding_window_pattern([not each for each in is_full])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    for add, size in (
+        (writer.add_key_length, full["head_dim"]),
+        (writer.add_value_length, full["head_dim"]),
+        (writer.add_key_length_swa, config["head_dim"]),
+        (writer.add_value_length_swa, config["head_dim"]),
+    ):
+        add(size)
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    half = full["head_dim"] // 2
+    rotated = int(half * rope["full_attention"]["partial_rotary_factor"])
+    factors = np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+    if config["enable_moe_block"]:
+        writer.add_expert_used_count(config["top_k_experts"])
 
 
 def add_latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

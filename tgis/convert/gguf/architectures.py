@@ -1,7 +1,7 @@
 """Converts the metadata of each supported GGUF architecture to the content of config.json."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from tgis.convert.atomic_write import ConversionError
 from tgis.convert.gguf import tensor_names
 from tgis.convert.gguf.files import GgufFiles
 from tgis.convert.gguf.metadata import show
-from tgis.convert.gguf.rope import read_rope, read_scaling
+from tgis.convert.gguf.rope import read_proportional, read_rope, read_scaling
 from tgis.convert.gguf.tensor_names import TensorNames
 
 Config = dict[str, Any]
@@ -364,6 +364,80 @@ def _read_gemma3(files: GgufFiles) -> Config:
     }
 
 
+def _read_gemma4(files: GgufFiles) -> Config:
+    metadata, count = files.metadata, tensor_names.count_layers(files)
+    if count < 1:
+        raise metadata.refuse(".block_count", f"leaves {count} layers")
+    key = ".attention.sliding_window_pattern"
+    kinds = [
+        "sliding_attention" if each else "full_attention" for each in metadata.layer_integers(key, count)
+    ]
+    widths = metadata.layer_integers(".feed_forward_length", count)
+    has_cap = ".final_logit_softcapping" in metadata
+    local_theta = metadata.number(".rope.freq_base_swa", GEMMA3_LOCAL_THETA)
+    return {
+        "num_hidden_layers": count,
+        "hidden_size": metadata.integer(".embedding_length"),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] > widths[0],
+        "max_position_embeddings": metadata.integer(".context_length"),
+        "rms_norm_eps": metadata.number(".attention.layer_norm_rms_epsilon", 1e-6),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": kinds,
+        "sliding_window": metadata.integer(".attention.sliding_window"),
+        "final_logit_softcapping": metadata.number(".final_logit_softcapping") if has_cap else None,
+        "num_kv_shared_layers": metadata.integer(".attention.shared_kv_layers", 0),
+        "pad_token_id": metadata.token_id("tokenizer.ggml.padding_token_id") or 0,
+        "rope_parameters": {
+            "full_attention": read_proportional(files, metadata.number(".rope.freq_base", 1e6)),
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+        },
+        **_read_gemma4_heads(files, kinds),
+        **_read_layer_inputs(files),
+        **_read_gemma4_experts(files),
+    }
+
+
+def _read_gemma4_heads(files: GgufFiles, kinds: Sequence[str]) -> Config:
+    """Return the heads, which are others in layers with full attention."""
+    metadata = files.metadata
+    groups = metadata.layer_integers(".attention.head_count_kv", len(kinds))
+    head_dim = metadata.integer(".attention.key_length_swa")
+    full_dim = metadata.integer(".attention.key_length")
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    windowed = [groups[i] for i in range(len(kinds)) if i not in full]
+    num_own = len(kinds) - metadata.integer(".attention.shared_kv_layers", 0)
+    return {
+        "num_attention_heads": metadata.integer(".attention.head_count"),
+        "num_key_value_heads": (windowed or groups)[0],
+        "head_dim": head_dim,
+        "per_layer_config": {str(i): {"head_dim": full_dim, "num_key_value_heads": groups[i]} for i in full},
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in files for i in full if i < num_own),
+    }
+
+
+def _read_layer_inputs(files: GgufFiles) -> Config:
+    width = files.metadata.integer(".embedding_length_per_layer_input", 0)
+    table = files.tensors.get("per_layer_token_embd.weight")
+    if not width:
+        return {"hidden_size_per_layer_input": 0}
+    if table is None:
+        raise ConversionError(f"{files.metadata.path}: tensor per_layer_token_embd.weight is missing")
+    return {"hidden_size_per_layer_input": width, "vocab_size_per_layer_input": table.place.shape[0]}
+
+
+def _read_gemma4_experts(files: GgufFiles) -> Config:
+    metadata = files.metadata
+    if not metadata.integer(".expert_count", 0):
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": metadata.integer(".expert_count"),
+        "top_k_experts": metadata.integer(".expert_used_count"),
+        "moe_intermediate_size": metadata.integer(".expert_feed_forward_length"),
+    }
+
+
 def _score_width(files: GgufFiles, layers_of_27b: int) -> int:
     """Return the number whose square root divides the attention scores; the metadata does not have it."""
     is_27b = files.metadata.integer(".block_count") == layers_of_27b
@@ -655,6 +729,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture("gemma", "GemmaForCausalLM", tensor_names.GEMMA, _read_gemma),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", tensor_names.GEMMA2, _read_gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", tensor_names.GEMMA3, _read_gemma3),
+    "gemma4": Architecture("gemma4_text", "Gemma4ForCausalLM", tensor_names.GEMMA4, _read_gemma4),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", tensor_names.PHI3, _read_phi3),
     "granite": Architecture("granite", "GraniteForCausalLM", tensor_names.LLAMA, _read_granite),
     "granitemoe": Architecture(

@@ -158,6 +158,8 @@ def _split(name: str) -> tuple[str, str, str, str]:
 
 
 def _make_source(files: GgufFiles, names: TensorNames, key: str, name: str) -> GgufSource:
+    if not names.pairs and not names.groups:  # the numbers of heads may differ between layers
+        return make_source(names, key, name, 0, 0)
     num_heads = files.metadata.integer(".attention.head_count")
     return make_source(names, key, name, num_heads, count_groups(files, num_heads))
 
@@ -272,6 +274,36 @@ DEEPSEEK2 = TensorNames(
 GEMMA = TensorNames(_plain, norms_added=1.0)
 GEMMA2 = TensorNames(_gemma2, norms_added=1.0)
 GEMMA3 = TensorNames(_gemma2 | dict(_layers(_L, **_HEAD_NORMS)), norms_added=1.0)
+_router, _experts = _L + "router.", _L + "experts."
+GEMMA4 = TensorNames(
+    {
+        **GEMMA3.modules,
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        **dict(
+            _layers(
+                _L,
+                inp_gate="per_layer_input_gate",
+                proj="per_layer_projection",
+                post_norm="post_per_layer_input_norm",
+                post_ffw_norm_1="post_feedforward_layernorm_1",
+                pre_ffw_norm_2="pre_feedforward_layernorm_2",
+                post_ffw_norm_2="post_feedforward_layernorm_2",
+                ffn_gate_inp="router.proj",
+            )
+        ),
+    },
+    parameters={
+        LAYER + "layer_output_scale.weight": _L + "layer_scalar",
+        LAYER + "ffn_gate_inp.scale": _router + "scale",
+        LAYER + "ffn_gate_up_exps.weight": _experts + "gate_up_proj",
+        LAYER + "ffn_gate_exps.weight": _experts + "gate_up_proj",  # of files that have these two instead
+        LAYER + "ffn_up_exps.weight": _experts + "gate_up_proj",
+        LAYER + "ffn_down_exps.weight": _experts + "down_proj",
+        LAYER + "ffn_down_exps.scale": _router + "per_expert_scale",
+    },
+)
 PHI3 = TensorNames(_plain | dict(_layers(_L, attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj")))
 GRANITE_MOE = TensorNames(
     _plain
