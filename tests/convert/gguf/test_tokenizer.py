@@ -178,6 +178,25 @@ def test_no_splitting_loses_text(name: str) -> None:
         assert pieces[-1][1][1] == len(text)
 
 
+def test_words_of_deepseek_have_letters_of_some_alphabets() -> None:
+    """The others are pieces of their own. ASCII letters are also cut where the pattern of signs has them."""
+    splitting = SPLITTINGS["deepseek-llm"].pre_tokenizer()
+    cases = {
+        "Слово слова": ["Слово", " слова"],
+        "жაж": ["ж", "ა", "ж"],
+        "ж𝐀": ["ж", "𝐀"],
+        "жƻж": ["ж", "ƻ", "ж"],
+        "жad": ["ж", "ad"],
+        "a, b\n c": ["a", ",", " b", "\n", " c"],
+        "x1234y": ["x", "1234", "y"],
+        "日本 語": ["日本", " ", "語"],
+        "end  ": ["end", "  "],
+    }
+    for text, pieces in cases.items():
+        splits = [text[start:end] for _, (start, end) in splitting.pre_tokenize_str(text)]
+        assert splits == pieces, text
+
+
 def test_unsupported_tokenizers_are_refused_by_name(tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("bert", {}, "tokenizer.ggml.model 'bert' is not supported; use one of: gpt2, llama, gemma4, t5"),
