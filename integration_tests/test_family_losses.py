@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.support.live_streams import check_survival, metrics, read
+from integration_tests.support.live_streams import Result, check_survival, metrics, read
 from integration_tests.support.served_models import FLAGS, VOCAB_SIZE
 from integration_tests.support.service import Client, serve
 from tests.support.shard.checkpoints import write_model
-from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.family_cases.all import CASES, family_of
 from tests.support.tokenizers.trained import write_byte_level
+from tgis.shard.models.registry import make_spec
+from tgis.shard.models.spec import DecoderSpec
 
 pytestmark = pytest.mark.slow  # the tests of the scheduler and of the families cover the same more quickly
 
-# Enough room for the prompts of all streams, but not for their outputs; prompts are chunked.
+# Enough room for the prompts of all streams, but only for two outputs at a time; prompts are chunked.
 TIGHT = ["--block-size", "8", "--kv-cache-tokens", "520", "--max-step-tokens", "24"]
 NAMES = (
     "deepseek_v2_groups_yarn",
@@ -65,6 +67,17 @@ TEXTS = [
 SERVICES = [*((name, 1) for name in NAMES), *((name, 2) for name in ON_TWO_RANKS)]
 
 
+def test_every_family_with_a_cache_of_its_own_is_served() -> None:
+    specs = {case: make_spec(make_config().to_dict()) for case, make_config in CASES.items()}
+    others = {
+        family_of(case)
+        for case, spec in specs.items()
+        if isinstance(spec, DecoderSpec)
+        and (spec.latent or spec.mamba or spec.delta_net or spec.layer_shapes)
+    }
+    assert others <= {family_of(name) for name in NAMES}
+
+
 @pytest.fixture(
     scope="module", params=SERVICES, ids=[f"{name}, {num_ranks} ranks" for name, num_ranks in SERVICES]
 )
@@ -87,14 +100,18 @@ def write(directory: Path, name: str) -> None:
     write_byte_level(directory)
 
 
-def test_preempted_streams_equal_those_that_run_alone(client: Client) -> None:
-    alone = [read(client, text) for text in TEXTS]
+def test_preempted_streams_equal_those_with_room(client: Client) -> None:
+    undisturbed = read_all(client, at_once=2)
     assert metrics(client)["tgi_preemptions"] == 0
-    with ThreadPoolExecutor(len(TEXTS)) as threads:
-        together = list(threads.map(lambda text: read(client, text), TEXTS))
+    disturbed = read_all(client, at_once=len(TEXTS))
     assert metrics(client)["tgi_preemptions"] > 0
-    assert together == alone
-    assert len({result.text for result in alone}) == len(TEXTS)
+    assert disturbed == undisturbed
+    assert len({result.text for result in undisturbed}) == len(TEXTS)
+
+
+def read_all(client: Client, at_once: int) -> list[Result]:
+    with ThreadPoolExecutor(at_once) as threads:
+        return list(threads.map(lambda text: read(client, text), TEXTS))
 
 
 def test_streams_survive_a_killed_shard(client: Client) -> None:

@@ -15,6 +15,7 @@ from tests.support.processes import children_of
 from tgis.pb import generation_pb2 as pb
 
 LENGTH = 150
+START_TIMEOUT_S = 60  # until all streams have a token
 NUM_STREAMS = 8
 
 
@@ -46,7 +47,7 @@ def read(client: Client, text: str, running: threading.Barrier | None = None) ->
     parts: list[pb.GenerationResponse] = []
     for part in client.stub.GenerateStream(long_request(text), metadata=keys_of(text)):
         if running is not None and len(parts) == 1:
-            running.wait(30)
+            running.wait(START_TIMEOUT_S)
         parts.append(part)
     logprobs = [token.logprob for part in parts for token in part.tokens]
     assert len(logprobs) == LENGTH
@@ -66,7 +67,7 @@ def check_survival(
 
 
 @contextlib.contextmanager
-def live_streams(client: Client, texts: list[str], timeout_s: float = 60) -> Iterator[None]:
+def live_streams(client: Client, texts: list[str], timeout_s: float = 120) -> Iterator[None]:
     """Run streams that lose the shards in the block, and check that they are unchanged and leak nothing."""
     read(client, texts[0])
     baseline = take_baseline(client.service.http)
@@ -75,7 +76,7 @@ def live_streams(client: Client, texts: list[str], timeout_s: float = 60) -> Ite
         undisturbed = list(threads.map(lambda text: read(client, text), texts))
         running = threading.Barrier(len(texts) + 1)
         streams = [threads.submit(read, client, text, running) for text in texts]
-        running.wait(30)
+        running.wait(START_TIMEOUT_S)
         assert not any(stream.done() for stream in streams), "they must be running when the shards are lost"
         yield
         disturbed = [stream.result(timeout_s) for stream in streams]

@@ -79,7 +79,6 @@ CASES: dict[str, Case] = {
         "deepseek2",
         lambda: hf.DeepseekV3Config(**latents(rope_parameters=dict(DEEPSEEK_ROPE))),
     ),
-    "deepseek_v3_tied": ("deepseek2", ALL["deepseek_v3_no_query_rank"]),
     "qwen3_next": (
         "qwen3next",
         lambda: hf.Qwen3NextConfig(**delta_net_experts(num_hidden_layers=4, layer_types=None)),

@@ -10,7 +10,7 @@ from tgis.convert.gguf.metadata import show
 from tgis.convert.gguf.tensor_names import ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT
 
 DEFAULT_THETA = 10000.0
-UNROTATED = 1e9  # factors above it rotate by less than float32 resolves
+UNROTATED = 1e20  # factors above it leave no angle that float32 resolves at any position
 
 
 def read_rope(files: GgufFiles, head_dim: int) -> dict[str, Any]:
