@@ -67,7 +67,7 @@ def check_survival(
 
 
 @contextlib.contextmanager
-def live_streams(client: Client, texts: list[str], timeout_s: float = 120) -> Iterator[None]:
+def live_streams(client: Client, texts: list[str], timeout_s: float = 200) -> Iterator[None]:
     """Run streams that lose the shards in the block, and check that they are unchanged and leak nothing."""
     read(client, texts[0])
     baseline = take_baseline(client.service.http)
@@ -79,7 +79,10 @@ def live_streams(client: Client, texts: list[str], timeout_s: float = 120) -> It
         running.wait(START_TIMEOUT_S)
         assert not any(stream.done() for stream in streams), "they must be running when the shards are lost"
         yield
-        disturbed = [stream.result(timeout_s) for stream in streams]
+        try:
+            disturbed = [stream.result(timeout_s) for stream in streams]
+        except TimeoutError as error:
+            raise AssertionError(client.service.output) from error
     assert disturbed == undisturbed
     assert client.service.output.count("requests resume") > num_resumed
     assert_nothing_left(client.service.http, baseline)

@@ -102,7 +102,7 @@ def test_arguments_that_do_not_fit_a_model(model: tuple[Path, Path]) -> None:
         assert text in result.stderr
 
 
-JOINED = {
+JOINED: dict[str, tuple[str, dict[str, tuple[int, ...]], str, str]] = {
     "values are missing": (
         "deepseek2",
         {"attn_k_b": (2, 8, 4)},
