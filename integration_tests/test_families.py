@@ -13,7 +13,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from integration_tests.support.compare import differences
-from integration_tests.support.live_streams import NUM_STREAMS, check_survival, metrics
 from integration_tests.support.oracle import Oracle, UncertainError
 from integration_tests.support.served_models import FLAGS, VOCAB_SIZE, Served
 from integration_tests.support.service import Client, launch
@@ -180,22 +179,6 @@ def test_answers_alone_in_a_crowd_and_streamed(name: str, running: dict[str, Run
         for part, got in zip(parts, streamed[i].result(), strict=True):
             assert not list(differences(part, got))
     assert num_certain > len(asks) - 3
-
-
-@pytest.mark.slow  # covered by the tests of the scheduler and of the family
-@pytest.mark.parametrize("name", ["granite 4, two shards", "qwen 3.5, two shards"])
-def test_states_survive_a_killed_shard(name: str, running: dict[str, Running]) -> None:
-    client = running[name].client
-    check_survival(client, PROMPTS[:NUM_STREAMS], victim=1)
-    counts = metrics(client)
-    assert counts['tgi_resources_created_total{kind="state"}'] > NUM_STREAMS
-    assert (
-        counts['tgi_resources_created_total{kind="state"}']
-        == counts['tgi_resources_released_total{kind="state"}']
-    )
-    assert counts["tgi_state_snapshots"] > 0
-    assert counts["tgi_state_usage_ratio"] == 0
-    assert "slots for states of sequences" in client.service.output
 
 
 @pytest.mark.slow  # covered by the tests of the scheduler and of the family

@@ -67,7 +67,6 @@ The kernels read keys and values in different layouts, so the cache holds every 
 and layer for DeepSeek V3, or 137 KiB per token in 16 bits. The query heads are split over the shards, and each shard
 holds all latents. `kv_b_proj` is divided by heads, and half of it is kept in `--dtype`, whatever the format of the
 checkpoint; `--quantize` leaves both halves in `--dtype`. Adapters may change every linear layer, including `kv_b_proj`.
-GGUF files of them are refused.
 
 ## Quantized checkpoints
 

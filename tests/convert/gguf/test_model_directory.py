@@ -108,6 +108,114 @@ BAD: dict[str, tuple[list[Change], str]] = {
 }
 
 
+def with_numbers(**values: Any) -> Change:
+    """Return a change that adds numbers by the names of the writer's methods."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        for name, value in values.items():
+            getattr(writer, f"add_{name}")(value)
+
+    return add
+
+
+def with_factors(*factors: float) -> Change:
+    return lambda writer: writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+
+
+EXPERTS = with_numbers(expert_count=4, expert_used_count=2, expert_feed_forward_length=16)
+# Metadata of small models whose architectures need more than the usual keys.
+RECENT: dict[str, list[Change]] = {
+    "deepseek2": [
+        EXPERTS,
+        with_numbers(kv_lora_rank=8, key_length_mla=12, value_length_mla=8, key_length=12, value_length=8),
+        with_numbers(rope_dimension_count=4, expert_gating_func=gguf.ExpertGatingFuncType.SIGMOID),
+    ],
+    "qwen3next": [
+        EXPERTS,
+        with_numbers(expert_shared_feed_forward_length=16, head_count_kv=2, key_length=8),
+        with_numbers(ssm_conv_kernel=4, ssm_state_size=8, ssm_group_count=2, ssm_time_step_rank=4),
+        with_numbers(ssm_inner_size=32),
+    ],
+    "gemma4": [
+        with_numbers(head_count_kv=2, key_length=16, key_length_swa=8, sliding_window=5),
+        with_numbers(sliding_window_pattern=[False]),
+        with_factors(1, 1, 1e30, 1e30, 1e30, 1e30, 1e30, 1e30),
+    ],
+    "llama4": [EXPERTS, with_numbers(interleave_moe_layer_step=1)],
+}
+BAD_RECENT: dict[str, tuple[str, Change, str]] = {
+    "scaled queries": (
+        "deepseek2",
+        with_key("deepseek2.attention.temperature_scale", 0.1, F32),
+        "deepseek2.attention.temperature_scale is not supported",
+    ),
+    "other router": (
+        "deepseek2",
+        with_key("deepseek2.expert_gating_func", 3, U32),
+        "deepseek2.expert_gating_func is not 1, a softmax, or 2, a sigmoid",
+    ),
+    "only rotated": (
+        "deepseek2",
+        with_key("deepseek2.rope.dimension_count", 12, U32),
+        "deepseek2.rope.dimension_count is 12, not a part of 12 channels",
+    ),
+    "no period": (
+        "qwen3next",
+        with_key("qwen3next.full_attention_interval", 0, U32),
+        "qwen3next.full_attention_interval is 0, no period of layers",
+    ),
+    "value heads": (
+        "qwen3next",
+        with_key("qwen3next.ssm.inner_size", 30, U32),
+        "qwen3next.ssm.inner_size is 30, no multiple of 4",
+    ),
+    "no layers": (
+        "gemma4",
+        with_key("gemma4.block_count", 0, U32),
+        "gemma4.block_count leaves 0 layers",
+    ),
+    "layer inputs": (
+        "gemma4",
+        with_key("gemma4.embedding_length_per_layer_input", 8, U32),
+        "tensor per_layer_token_embd.weight is missing",
+    ),
+    "no window": (
+        "llama4",
+        with_key("llama4.attention.sliding_window", 0, U32),
+        "llama4.attention.sliding_window is 0, which is not supported",
+    ),
+    "other period": (
+        "llama4",
+        with_key("llama4.attention.sliding_window_pattern", 3, U32),
+        "llama4.attention.sliding_window_pattern is not 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RECENT)
+def test_contradictions_of_recent_architectures(case: str, tmp_path: Path) -> None:
+    architecture, change, text = BAD_RECENT[case]
+    plain = write(tmp_path / "plain.gguf", *RECENT[architecture], architecture=architecture)
+    path = write(tmp_path / "a.gguf", *RECENT[architecture], change, architecture=architecture)
+    (tmp_path / "out").mkdir()
+    write_model_directory([plain], tmp_path / "out")
+    with pytest.raises(ConversionError) as caught:
+        write_model_directory([path], tmp_path / "out")
+    assert str(caught.value).startswith(f"{path}: ")
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("factors", [(1, 2, 1e30), (1e30, 1, 1), (1e30, 1e30), ()])
+def test_factors_that_are_not_those_of_gemma_4(factors: tuple[float, ...], tmp_path: Path) -> None:
+    changes = [*RECENT["gemma4"][:-1], *([with_factors(*factors)] if factors else [])]
+    path = write(tmp_path / "a.gguf", *changes, architecture="gemma4")
+    with pytest.raises(
+        ConversionError, match=r"rope_freqs\.weight, which is missing|factors 1.*not supported"
+    ):
+        write_model_directory([path], tmp_path)
+
+
 LONG_TEXT = "a" * 100_000
 LONG: dict[str, Change] = {
     "architecture": with_key("general.architecture", LONG_TEXT, TEXT),
@@ -167,15 +275,16 @@ def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert line.startswith(
-        f"error: {path}: general.architecture 'mamba' is not supported; use one of: bloom, falcon, "
+        f"error: {path}: general.architecture 'mamba' is not supported; use one of: bloom, deepseek2, "
     )
 
 
 def test_flipped_bytes(tmp_path: Path) -> None:
     """Whatever a header contains, the file is read, or refused in one line."""
     rng = random.Random(3)
-    for architecture in ("llama", "gemma3", "mpt", "t5"):
-        path = write(tmp_path / f"{architecture}.gguf", architecture=architecture)
+    for architecture in ("llama", "gemma3", "mpt", "t5", *RECENT):
+        changes = RECENT.get(architecture, [])
+        path = write(tmp_path / f"{architecture}.gguf", *changes, architecture=architecture)
         content = path.read_bytes()
         places = range(24, len(content) - 1024)
         for _ in range(60):

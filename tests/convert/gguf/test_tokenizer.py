@@ -10,7 +10,7 @@ import sentencepiece
 import transformers
 from tokenizers import Tokenizer
 
-from tests.support.tokenizers.trained import write_byte_level
+from tests.support.tokenizers.trained import write_byte_fallback, write_byte_level
 from tests.support.tokenizers.varied import pieces_of, texts, train
 from tgis.convert.atomic_write import ConversionError
 from tgis.convert.gguf.files import open_gguf
@@ -83,6 +83,31 @@ def test_sentencepiece_bpe(prefix: bool, tmp_path: Path) -> None:
         assert ours.decode(expected, False) == oracle.decode(expected)
 
 
+def test_merges_of_pieces_with_bytes(tmp_path: Path) -> None:
+    """Gemma 4's files have merges instead of scores."""
+    trained = json.loads(write_byte_fallback(tmp_path, 500).to_str())["model"]
+    merges = [tuple(merge) for merge in trained["merges"]]
+    theirs = transformers.GemmaTokenizer(
+        trained["vocab"], merges, unk_token="<0x00>", bos_token="<s>", eos_token="</s>", pad_token="<s>"
+    )
+    tokens = sorted(trained["vocab"], key=trained["vocab"].get)
+    ours = convert(
+        tmp_path / "a.gguf",
+        "gemma4",
+        tokens,
+        [3, 3] + [6] * 256 + [1] * (len(tokens) - 258),
+        token_merges=[" ".join(merge) for merge in merges],
+        bos_token_id=0,
+        eos_token_id=1,
+        add_space_prefix=False,
+        add_bos_token=True,
+    )
+    for text in texts(500):
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text).ids == [0, *expected], text
+        assert ours.decode(expected, False) == text
+
+
 def plain_merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
     """Return all pairs of tokens that concatenate to a token, sorted by score and ids."""
     ids = {token: id for id, token in enumerate(tokens) if types[id] in (1, 4, 5)}
@@ -153,9 +178,28 @@ def test_no_splitting_loses_text(name: str) -> None:
         assert pieces[-1][1][1] == len(text)
 
 
+def test_words_of_deepseek_have_letters_of_some_alphabets() -> None:
+    """The others are pieces of their own. ASCII letters are also cut where the pattern of signs has them."""
+    splitting = SPLITTINGS["deepseek-llm"].pre_tokenizer()
+    cases = {
+        "Слово слова": ["Слово", " слова"],
+        "жაж": ["ж", "ა", "ж"],
+        "ж𝐀": ["ж", "𝐀"],
+        "жƻж": ["ж", "ƻ", "ж"],
+        "жad": ["ж", "ad"],
+        "a, b\n c": ["a", ",", " b", "\n", " c"],
+        "x1234y": ["x", "1234", "y"],
+        "日本 語": ["日本", " ", "語"],
+        "end  ": ["end", "  "],
+    }
+    for text, pieces in cases.items():
+        splits = [text[start:end] for _, (start, end) in splitting.pre_tokenize_str(text)]
+        assert splits == pieces, text
+
+
 def test_unsupported_tokenizers_are_refused_by_name(tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("bert", {}, "tokenizer.ggml.model 'bert' is not supported; use one of: gpt2, llama, t5"),
+        ("bert", {}, "tokenizer.ggml.model 'bert' is not supported; use one of: gpt2, llama, gemma4, t5"),
         ("gpt2", {"tokenizer_pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not supported; use one of: "),
         ("gpt2", {}, "tokenizer.ggml.merges is missing"),
         (

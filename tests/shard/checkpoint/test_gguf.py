@@ -1,6 +1,7 @@
 """Check GGUF tensors bit for bit against the gguf package, in any slice, and converted models."""
 
 import json
+import re
 from pathlib import Path
 
 import gguf
@@ -99,6 +100,49 @@ def test_arguments_that_do_not_fit_a_model(model: tuple[Path, Path]) -> None:
         result = CliRunner().invoke(convert_to_safetensors, arguments)
         assert result.exit_code == 2
         assert text in result.stderr
+
+
+JOINED: dict[str, tuple[str, dict[str, tuple[int, ...]], str, str]] = {
+    "values are missing": (
+        "deepseek2",
+        {"attn_k_b": (2, 8, 4)},
+        "self_attn.kv_b_proj",
+        "attn_k_b.weight are not the keys and the values of the same heads",
+    ),
+    "other heads": (
+        "deepseek2",
+        {"attn_k_b": (2, 8, 4), "attn_v_b": (3, 4, 8)},
+        "self_attn.kv_b_proj",
+        "attn_k_b.weight + blk.0.attn_v_b.weight are not the keys and the values of the same heads",
+    ),
+    "gates are missing": (
+        "qwen3next",
+        {"attn_qkv": (24, 8)},
+        "linear_attn.in_proj_qkvz",
+        "attn_qkv.weight are not the rows of 2 key heads",
+    ),
+    "other rows": (
+        "qwen3next",
+        {"attn_qkv": (26, 8), "attn_gate": (8, 8)},
+        "linear_attn.in_proj_qkvz",
+        "attn_qkv.weight + blk.0.attn_gate.weight are not the rows of 2 key heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_tensors_that_do_not_join(case: str, tmp_path: Path) -> None:
+    architecture, shapes, module, text = JOINED[case]
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", architecture)
+    writer.add_ssm_group_count(2)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"blk.0.{name}.weight", np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(WeightsError, match=re.escape(text)):
+        GgufCheckpoint([tmp_path / "a.gguf"]).fetch(f"model.layers.0.{module}.weight")
 
 
 def test_rows_that_heads_do_not_divide(tmp_path: Path) -> None:

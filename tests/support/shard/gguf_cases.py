@@ -6,11 +6,24 @@ from functools import partial
 import transformers as hf
 from transformers import PretrainedConfig
 
+from tests.support.shard.checkpoints import LLAMA3_ROPE
 from tests.support.shard.family_cases.all import CASES as ALL
 from tests.support.shard.family_cases.encoder_decoders import T5
 from tests.support.shard.family_cases.gpts import mpt
 from tests.support.shard.family_cases.hybrids import ATTENTION, EXPERTS, MAMBA, falcon_h1, nemotron_experts
-from tests.support.shard.family_cases.llamas import FULL, SLIDING, YARN_ROPE, gemma2, gemma3, glm4_moe, sizes
+from tests.support.shard.family_cases.llamas import (
+    FULL,
+    LATENT_ROPE,
+    SLIDING,
+    YARN_ROPE,
+    delta_net_experts,
+    gemma2,
+    gemma3,
+    glm4_moe,
+    latents,
+    llama4,
+    sizes,
+)
 
 Case = tuple[str, Callable[[], PretrainedConfig]]
 
@@ -23,6 +36,9 @@ GEMMA3 = {
         SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
+
+# Files cannot express two different factors of scores.
+DEEPSEEK_ROPE = LATENT_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.7}
 
 MINISTRAL_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.6}
 
@@ -52,6 +68,40 @@ CASES: dict[str, Case] = {
             **glm4_moe(attention_bias=True, norm_topk_prob=False, num_nextn_predict_layers=1)
         ),
     ),
+    "deepseek_v2": ("deepseek2", lambda: hf.DeepseekV2Config(**latents(q_lora_rank=None, n_group=1))),
+    "deepseek_v2_groups": (
+        "deepseek2",
+        lambda: hf.DeepseekV2Config(
+            **latents(topk_method="group_limited_greedy", rope_parameters=dict(DEEPSEEK_ROPE))
+        ),
+    ),
+    "deepseek_v3": (
+        "deepseek2",
+        lambda: hf.DeepseekV3Config(**latents(rope_parameters=dict(DEEPSEEK_ROPE))),
+    ),
+    "qwen3_next": (
+        "qwen3next",
+        lambda: hf.Qwen3NextConfig(**delta_net_experts(num_hidden_layers=4, layer_types=None)),
+    ),
+    "qwen3_next_one_key_head": (
+        "qwen3next",
+        lambda: hf.Qwen3NextConfig(
+            **delta_net_experts(layer_types=["linear_attention", FULL], linear_num_key_heads=1)
+        ),
+    ),
+    "llama4": (
+        "llama4",
+        lambda: hf.Llama4TextConfig(
+            **llama4(
+                interleave_moe_layer_step=2,
+                no_rope_layer_interval=4,
+                attention_chunk_size=8192,
+                floor_scale=8192,
+                attn_scale=0.1,
+                rope_parameters=LLAMA3_ROPE,
+            )
+        ),
+    ),
     "ministral3": ("mistral3", ALL["ministral3"]),
     "ministral3_scaled": (
         "mistral3",
@@ -61,6 +111,8 @@ CASES: dict[str, Case] = {
     "gemma": ("gemma", ALL["gemma"]),
     "gemma2": ("gemma2", lambda: hf.Gemma2Config(**gemma2(query_pre_attn_scalar=8))),
     "gemma3": ("gemma3", lambda: hf.Gemma3TextConfig(**gemma3(**GEMMA3))),
+    "gemma4": ("gemma4", ALL["gemma4_text"]),
+    "gemma4_experts": ("gemma4", ALL["gemma4_text_experts"]),
     "phi3": ("phi3", ALL["phi3"]),
     "phi3_short_and_long": ("phi3", ALL["phi3_short_and_long"]),
     "granite": ("granite", ALL["granite"]),

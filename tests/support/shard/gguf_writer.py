@@ -50,7 +50,7 @@ def write_gguf(
     stored: dict[str, tuple[Array, Type]] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         is_transposed = architecture == "gpt2" and name.endswith(".weight") and ".c_" in name
-        is_transposed |= architecture == "gpt-oss" and name.endswith("_proj")
+        is_transposed |= architecture in ("gpt-oss", "llama4") and name.endswith("_proj")
         weights = (tensor.mT if is_transposed else tensor).float().numpy()
         kind = kinds.get(name) or choose_type(weights, name, plain)
         codes = make_blocks(np.ascontiguousarray(weights), kind)
@@ -93,6 +93,8 @@ def choose_type(weights: Array, name: str, plain: Type | None) -> Type:
     """Return a type, the same one for all experts of a layer."""
     if weights.ndim == 1 or "conv1d" in name or name.endswith("_proj_bias"):
         return Type.F32
+    if name.endswith(("kv_b_proj.weight", "shared_expert_gate.weight")):
+        return Type.F16  # its columns become rows, or it becomes a vector
     if plain is not None:
         return plain
     if name.endswith("experts.gate_up_proj") and weights.shape[-1] % 32 == 0:
@@ -124,8 +126,23 @@ def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array)
         return {name: rows.reshape(shape).swapaxes(1, 2).reshape(rows.shape)}
     if architecture in ("bloom", "gptneox", "falcon") and "query_key_value" in name:
         return {name: split_groups(config, rows)}
-    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+    is_offset = architecture in ("gemma", "gemma2", "gemma3")
+    is_offset |= architecture == "qwen3next" and "linear_attn" not in name
+    if is_offset and name.endswith("norm.weight"):
         return {name: rows + np.float32(1)}
+    if name.endswith("kv_b_proj.weight") and has_split_heads(config):
+        return split_heads(config, name, rows)
+    if architecture == "qwen3next" and "linear_attn" in name:
+        return rearrange_delta_net(config, name, rows)
+    if architecture == "qwen3next" and name.endswith("shared_expert_gate.weight"):
+        return {name: rows[0]}
+    if architecture == "gemma4" and (".router.scale" in name or ".per_expert_scale" in name):
+        layer, end = name.split(".")[2], "ffn_gate_inp" if ".router.scale" in name else "ffn_down_exps"
+        return {f"blk.{layer}.{end}.scale": rows}
+    if architecture == "gemma4" and (name.endswith("layer_scalar") or ".experts." in name):
+        return rearrange_gemma4(config, name, rows)
+    if architecture == "llama4" and ".experts." in name:
+        return rearrange_llama4(name, rows)
     if architecture == "gpt-oss" and (".experts." in name or name.endswith("sinks")):
         return rearrange_oss(name, rows)
     if architecture == "falcon-h1":
@@ -194,6 +211,60 @@ def rearrange_hybrid(config: dict[str, Any], name: str, rows: Array) -> dict[str
     return {name: rows.squeeze(1) if name.endswith("conv1d.weight") else rows}
 
 
+def has_split_heads(config: dict[str, Any]) -> bool:
+    """Return True for a file like newer ones, whose keys and values of latents are apart."""
+    return config["q_lora_rank"] is not None
+
+
+def split_heads(config: dict[str, Any], name: str, rows: Array) -> dict[str, Array]:
+    heads = rows.reshape(config["num_attention_heads"], -1, rows.shape[1])
+    keys, values = np.split(heads, [config["qk_nope_head_dim"]], 1)
+    return {
+        name.replace("kv_b", "k_b"): np.ascontiguousarray(keys.swapaxes(1, 2)),
+        name.replace("kv_b", "v_b"): np.ascontiguousarray(values),
+    }
+
+
+def rearrange_delta_net(config: dict[str, Any], name: str, rows: Array) -> dict[str, Array]:
+    """Return the parts of gated DeltaNet, like llama.cpp's script."""
+    layer = name.split(".")[2]
+    if name.endswith("in_proj_qkvz.weight") and config["linear_num_key_heads"] > 1:
+        key, groups = config["linear_key_head_dim"], config["linear_num_key_heads"]
+        width = config["linear_value_head_dim"] * config["linear_num_value_heads"] // groups
+        grouped = rows.reshape(groups, -1, rows.shape[1])
+        parts = np.split(grouped, [key, 2 * key, 2 * key + width], 1)
+        *projections, gates = (part.reshape(-1, rows.shape[1]) for part in parts)
+        return {
+            f"blk.{layer}.attn_qkv.weight": np.concatenate(projections),
+            f"blk.{layer}.attn_gate.weight": gates,
+        }
+    if name.endswith("A_log"):
+        return {name: -np.exp(rows)}
+    if name.endswith("dt_bias"):
+        return {name.replace("dt_bias", "dt_proj.bias"): rows}
+    return {name: rows.squeeze(1) if name.endswith("conv1d.weight") else rows}
+
+
+def rearrange_gemma4(config: dict[str, Any], name: str, rows: Array) -> dict[str, Array]:
+    """Return the experts, in odd layers with a tensor for each projection, and the scalars of layers."""
+    layer = name.split(".")[2]
+    if "gate_up_proj" in name and int(layer) % 2:
+        gate, up = np.split(rows, 2, 1)
+        return {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
+    ends = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}
+    end = ends.get(name.rpartition(".")[2], "layer_output_scale")
+    return {f"blk.{layer}.{end}.weight": rows}
+
+
+def rearrange_llama4(name: str, rows: Array) -> dict[str, Array]:
+    """Return the experts of a layer; `rows` is [num_experts, out, in]."""
+    layer = name.split(".")[2]
+    if "down_proj" in name:
+        return {f"blk.{layer}.ffn_down_exps.weight": rows}
+    gate, up = np.split(rows, 2, 1)
+    return {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
+
+
 def split_groups(config: dict[str, Any], rows: Array) -> Array:
     heads = first(config, "n_head", "num_attention_heads")
     groups = heads if config["model_type"] != "falcon" else falcon_groups(config)
@@ -253,12 +324,17 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(count + config.get("num_nextn_predict_layers", 0))
     writer.add_head_count(heads)
     writer.add_vocab_size(config["vocab_size"])
-    if kind != "mamba2":
+    if kind == "gemma4_text":
+        add_gemma4(writer, config)
+    elif kind != "mamba2":
         add_layers(writer, config, 4 * width)
-        if config.get("head_dim"):
+        if "kv_lora_rank" in config:
+            add_latents(writer, config)
+        elif config.get("head_dim"):
             writer.add_key_length(config["head_dim"])
             writer.add_value_length(config["head_dim"])
-        add_rope(writer, config, first({**config, "none": width // heads}, "head_dim", "none"))
+        sizes = {**config, "none": width // heads}
+        add_rope(writer, config, first(sizes, "qk_rope_head_dim", "head_dim", "none"))
     add_numbers(writer, config)
     add_own(writer, config)
 
@@ -270,6 +346,8 @@ def add_layers(writer: gguf.GGUFWriter, config: dict[str, Any], usual_width: int
     heads = first(config, "n_head", "num_attention_heads", "n_heads", "num_heads")
     groups = falcon_groups(config) if config["model_type"] == "falcon" else config.get("num_key_value_heads")
     kinds = config.get("layers_block_type")
+    if config["model_type"] == "llama4_text":
+        inner = config["intermediate_size_mlp"]
     if config["model_type"] == "granitemoehybrid":
         kinds = config["layer_types"]
     if config["model_type"] == "nemotron_h":
@@ -278,9 +356,56 @@ def add_layers(writer: gguf.GGUFWriter, config: dict[str, Any], usual_width: int
     else:
         writer.add_feed_forward_length(inner)
     if kinds is None:
-        writer.add_head_count_kv(groups or heads)
+        has_latents = "kv_lora_rank" in config and has_split_heads(config)
+        writer.add_head_count_kv(1 if has_latents else groups or heads)
     else:
         writer.add_head_count_kv([groups if each in ("attention", "full_attention") else 0 for each in kinds])
+
+
+def add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    kinds, shared = config["layer_types"], config["num_kv_shared_layers"]
+    is_full = [kind == "full_attention" for kind in kinds]
+    full, width = next(iter(config["per_layer_config"].values())), config["intermediate_size"]
+    wide = width * 2 if config["use_double_wide_mlp"] else width
+    writer.add_feed_forward_length([width if i < len(kinds) - shared else wide for i in range(len(kinds))])
+    groups = config["num_key_value_heads"]
+    writer.add_head_count_kv(
+        [full.get("num_key_value_heads", groups) if each else groups for each in is_full]
+    )
+    writer.add_sliding_window_pattern([not each for each in is_full])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    for add, size in (
+        (writer.add_key_length, full["head_dim"]),
+        (writer.add_value_length, full["head_dim"]),
+        (writer.add_key_length_swa, config["head_dim"]),
+        (writer.add_value_length_swa, config["head_dim"]),
+    ):
+        add(size)
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    half = full["head_dim"] // 2
+    rotated = int(half * rope["full_attention"]["partial_rotary_factor"])
+    factors = np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+    if config["enable_moe_block"]:
+        writer.add_expert_used_count(config["top_k_experts"])
+
+
+def add_latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    query, value = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    if not has_split_heads(config):
+        writer.add_key_length(query)
+        writer.add_value_length(value)
+        return
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    writer.add_value_length(config["kv_lora_rank"])
+    writer.add_key_length_mla(query)
+    writer.add_value_length_mla(value)
 
 
 def add_numbers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -346,6 +471,19 @@ def add_own(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
         if config.get("moe_latent_size"):
             writer.add_moe_latent_size(config["moe_latent_size"])
+    if kind == "deepseek_v3":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind == "qwen3_next":
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    if kind == "llama4_text":
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if kind == "glm4_moe":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -377,6 +515,8 @@ def add_rope(writer: gguf.GGUFWriter, config: dict[str, Any], head_dim: int) -> 
         names = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
         writer.add_rope_scaling_type(names[kind])
         writer.add_rope_scaling_factor(given["factor"])
+    if kind == "yarn" and "kv_lora_rank" in config:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * given["mscale_all_dim"])
     if kind == "yarn" and config["model_type"] == "ministral3":
         if beta := given.get("llama_4_scaling_beta"):
             writer.add_attn_temperature_scale(beta)

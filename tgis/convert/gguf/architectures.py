@@ -1,7 +1,7 @@
 """Converts the metadata of each supported GGUF architecture to the content of config.json."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from tgis.convert.atomic_write import ConversionError
 from tgis.convert.gguf import tensor_names
 from tgis.convert.gguf.files import GgufFiles
 from tgis.convert.gguf.metadata import show
-from tgis.convert.gguf.rope import read_rope, read_scaling
+from tgis.convert.gguf.rope import read_proportional, read_rope, read_scaling
 from tgis.convert.gguf.tensor_names import TensorNames
 
 Config = dict[str, Any]
@@ -20,7 +20,10 @@ GEMMA3_PERIOD, GEMMA3_LOCAL_THETA = 6, 10000.0
 # Properties of models that their metadata do not have.
 SMOLLM3_INTERVAL, OLMO3_PERIOD, OSS_PERIOD = 4, 4, 2
 NEMOTRON_EXPERTS = "nemotron_h_moe"
-SIGMOID = 2  # llama.cpp's number of this function of a router
+SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of these functions of a router
+QWEN3_NEXT_PERIOD = 4
+# What llama.cpp sets for all models of Llama 4. The larger one does not normalize queries and keys.
+LLAMA4_PERIOD, LLAMA4_LENGTH, LLAMA4_SCALE, LLAMA4_EXPERTS_WITHOUT_NORM = 4, 8192, 0.1, 128
 DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 
@@ -43,6 +46,8 @@ def find_architecture(files: GgufFiles) -> Architecture:
         return FALCON_TWO_NORMS
     if name == "olmo2" and metadata.integer(".attention.sliding_window", 0):
         return OLMO3
+    if name == "deepseek2" and metadata.integer(".expert_gating_func", SOFTMAX) == SOFTMAX:
+        return DEEPSEEK_V2
     if name == "t5":
         has_gates = "enc.blk.0.ffn_gate.weight" in files
         return Architecture("t5", "T5ForConditionalGeneration", tensor_names.t5_names(has_gates), _read_t5)
@@ -194,6 +199,116 @@ def _read_glm4_moe(files: GgufFiles) -> Config:
     }
 
 
+def _read_deepseek2(files: GgufFiles) -> Config:
+    """Return the configuration of latent attention, and of experts without the choice of their groups."""
+    metadata, sizes = files.metadata, _sizes(files)
+    if ".attention.temperature_scale" in metadata:
+        raise metadata.refuse(".attention.temperature_scale", "is not supported")
+    rope_dim = metadata.integer(".rope.dimension_count")
+    # Newer files have the sizes of latents under the keys of older ones.
+    query_dim, value_dim = (
+        metadata.integer(f".attention.{kind}_length_mla", metadata.integer(f".attention.{kind}_length"))
+        for kind in ("key", "value")
+    )
+    if query_dim <= rope_dim:
+        raise metadata.refuse(".rope.dimension_count", f"is {rope_dim}, not a part of {query_dim} channels")
+    return {
+        **sizes,
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "rms_norm_eps": metadata.number(".attention.layer_norm_rms_epsilon", 1e-6),
+        "q_lora_rank": metadata.integer(".attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": metadata.integer(".attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": query_dim - rope_dim,
+        "v_head_dim": value_dim,
+        "rope_parameters": _read_latent_rope(files, rope_dim),
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "n_routed_experts": metadata.integer(".expert_count"),
+        "num_experts_per_tok": metadata.integer(".expert_used_count"),
+        "n_shared_experts": metadata.integer(".expert_shared_count", 0),
+        "moe_intermediate_size": metadata.integer(".expert_feed_forward_length"),
+        "first_k_dense_replace": metadata.integer(".leading_dense_block_count", 0),
+        "norm_topk_prob": metadata.flag(".expert_weights_norm", False),
+        "routed_scaling_factor": metadata.number(".expert_weights_scale", 1.0),
+        "n_group": metadata.integer(".expert_group_count", 1) or 1,
+        "topk_group": metadata.integer(".expert_group_used_count", 1) or 1,
+    }
+
+
+def _read_latent_rope(files: GgufFiles, dim: int) -> Config:
+    """Return the rotary embedding, whose scaling does not change the size of queries and keys."""
+    rope = read_rope(files, dim)
+    if rope["rope_type"] != "yarn":
+        return rope
+    key = ".rope.scaling.yarn_log_multiplier"
+    if key not in files.metadata:
+        return {**rope, "attention_factor": 1.0}
+    share = 10 * files.metadata.number(key)  # of this architecture only, files have a tenth
+    return {**rope, "attention_factor": 1.0, "mscale": share, "mscale_all_dim": share}
+
+
+def _read_deepseek_v2(files: GgufFiles) -> Config:
+    config = _read_deepseek2(files)
+    return {**config, "topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy"}
+
+
+def _read_deepseek_v3(files: GgufFiles) -> Config:
+    if files.metadata.integer(".expert_gating_func") != SIGMOID:
+        raise files.metadata.refuse(
+            ".expert_gating_func", f"is not {SOFTMAX}, a softmax, or {SIGMOID}, a sigmoid"
+        )
+    return {**_read_deepseek2(files), "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+def _read_qwen3_next(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_qwen2_moe(files)
+    inner, num_heads = metadata.integer(".ssm.inner_size"), metadata.integer(".ssm.time_step_rank")
+    if not num_heads or inner % num_heads:
+        raise metadata.refuse(".ssm.inner_size", f"is {inner}, no multiple of {num_heads}")
+    return {
+        **config,
+        "norm_topk_prob": True,
+        "layer_types": _list_recurrent(files),
+        "linear_num_value_heads": num_heads,
+        "linear_num_key_heads": metadata.integer(".ssm.group_count"),
+        "linear_key_head_dim": metadata.integer(".ssm.state_size"),
+        "linear_value_head_dim": inner // num_heads,
+        "linear_conv_kernel_dim": metadata.integer(".ssm.conv_kernel"),
+    }
+
+
+def _list_recurrent(files: GgufFiles) -> list[str]:
+    """Return the types of layers, those of gated DeltaNet as `linear_attention`."""
+    metadata, count = files.metadata, tensor_names.count_layers(files)
+    period = metadata.integer(".full_attention_interval", QWEN3_NEXT_PERIOD)
+    if not period:
+        raise metadata.refuse(".full_attention_interval", "is 0, no period of layers")
+    return ["linear_attention" if (i + 1) % period else "full_attention" for i in range(count)]
+
+
+def _read_llama4(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_llama(files)
+    experts = _read_experts(files)
+    if not metadata.integer(".attention.sliding_window", LLAMA4_LENGTH):
+        raise metadata.refuse(".attention.sliding_window", "is 0, which is not supported")
+    if metadata.integer(".attention.sliding_window_pattern", LLAMA4_PERIOD) != LLAMA4_PERIOD:
+        raise metadata.refuse(".attention.sliding_window_pattern", f"is not {LLAMA4_PERIOD}")
+    return {
+        **config,
+        **experts,
+        "intermediate_size": metadata.integer(".expert_feed_forward_length"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "interleave_moe_layer_step": metadata.integer(".interleave_moe_layer_step"),
+        "no_rope_layer_interval": LLAMA4_PERIOD,
+        "attention_chunk_size": LLAMA4_LENGTH,
+        "attn_temperature_tuning": True,
+        "floor_scale": LLAMA4_LENGTH,
+        "attn_scale": LLAMA4_SCALE,
+        "use_qk_norm": experts["num_local_experts"] != LLAMA4_EXPERTS_WITHOUT_NORM,
+    }
+
+
 def _read_gpt_oss(files: GgufFiles) -> Config:
     metadata, config = files.metadata, _read_llama(files)
     size = metadata.integer(".expert_feed_forward_length", config["intermediate_size"] or 0)
@@ -246,6 +361,80 @@ def _read_gemma3(files: GgufFiles) -> Config:
         "attn_logit_softcapping": None,
         "final_logit_softcapping": metadata.number(".final_logit_softcapping") if has_cap else None,
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def _read_gemma4(files: GgufFiles) -> Config:
+    metadata, count = files.metadata, tensor_names.count_layers(files)
+    if count < 1:
+        raise metadata.refuse(".block_count", f"leaves {count} layers")
+    key = ".attention.sliding_window_pattern"
+    kinds = [
+        "sliding_attention" if each else "full_attention" for each in metadata.layer_integers(key, count)
+    ]
+    widths = metadata.layer_integers(".feed_forward_length", count)
+    has_cap = ".final_logit_softcapping" in metadata
+    local_theta = metadata.number(".rope.freq_base_swa", GEMMA3_LOCAL_THETA)
+    return {
+        "num_hidden_layers": count,
+        "hidden_size": metadata.integer(".embedding_length"),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] > widths[0],
+        "max_position_embeddings": metadata.integer(".context_length"),
+        "rms_norm_eps": metadata.number(".attention.layer_norm_rms_epsilon", 1e-6),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": kinds,
+        "sliding_window": metadata.integer(".attention.sliding_window"),
+        "final_logit_softcapping": metadata.number(".final_logit_softcapping") if has_cap else None,
+        "num_kv_shared_layers": metadata.integer(".attention.shared_kv_layers", 0),
+        "pad_token_id": metadata.token_id("tokenizer.ggml.padding_token_id") or 0,
+        "rope_parameters": {
+            "full_attention": read_proportional(files, metadata.number(".rope.freq_base", 1e6)),
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+        },
+        **_read_gemma4_heads(files, kinds),
+        **_read_layer_inputs(files),
+        **_read_gemma4_experts(files),
+    }
+
+
+def _read_gemma4_heads(files: GgufFiles, kinds: Sequence[str]) -> Config:
+    """Return the heads, which are others in layers with full attention."""
+    metadata = files.metadata
+    groups = metadata.layer_integers(".attention.head_count_kv", len(kinds))
+    head_dim = metadata.integer(".attention.key_length_swa")
+    full_dim = metadata.integer(".attention.key_length")
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    windowed = [groups[i] for i in range(len(kinds)) if i not in full]
+    num_own = len(kinds) - metadata.integer(".attention.shared_kv_layers", 0)
+    return {
+        "num_attention_heads": metadata.integer(".attention.head_count"),
+        "num_key_value_heads": (windowed or groups)[0],
+        "head_dim": head_dim,
+        "per_layer_config": {str(i): {"head_dim": full_dim, "num_key_value_heads": groups[i]} for i in full},
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in files for i in full if i < num_own),
+    }
+
+
+def _read_layer_inputs(files: GgufFiles) -> Config:
+    width = files.metadata.integer(".embedding_length_per_layer_input", 0)
+    table = files.tensors.get("per_layer_token_embd.weight")
+    if not width:
+        return {"hidden_size_per_layer_input": 0}
+    if table is None:
+        raise ConversionError(f"{files.metadata.path}: tensor per_layer_token_embd.weight is missing")
+    return {"hidden_size_per_layer_input": width, "vocab_size_per_layer_input": table.place.shape[0]}
+
+
+def _read_gemma4_experts(files: GgufFiles) -> Config:
+    metadata = files.metadata
+    if not metadata.integer(".expert_count", 0):
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": metadata.integer(".expert_count"),
+        "top_k_experts": metadata.integer(".expert_used_count"),
+        "moe_intermediate_size": metadata.integer(".expert_feed_forward_length"),
     }
 
 
@@ -519,6 +708,7 @@ def _read_t5(files: GgufFiles) -> Config:
 
 MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", tensor_names.MIXTRAL, _read_mixtral)
 FALCON_TWO_NORMS = Architecture("falcon", "FalconForCausalLM", tensor_names.FALCON_TWO_NORMS, _read_falcon)
+DEEPSEEK_V2 = Architecture("deepseek_v2", "DeepseekV2ForCausalLM", tensor_names.DEEPSEEK2, _read_deepseek_v2)
 OLMO3 = Architecture("olmo3", "Olmo3ForCausalLM", tensor_names.OLMO2, _read_olmo3)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", tensor_names.LLAMA, _read_llama),
@@ -527,11 +717,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", tensor_names.QWEN3_MOE, _read_qwen3_moe),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", tensor_names.QWEN2_MOE, _read_qwen2_moe),
     "glm4moe": Architecture("glm4_moe", "Glm4MoeForCausalLM", tensor_names.GLM4_MOE, _read_glm4_moe),
+    "deepseek2": Architecture(
+        "deepseek_v3", "DeepseekV3ForCausalLM", tensor_names.DEEPSEEK2, _read_deepseek_v3
+    ),
+    "qwen3next": Architecture(
+        "qwen3_next", "Qwen3NextForCausalLM", tensor_names.QWEN3_NEXT, _read_qwen3_next
+    ),
+    "llama4": Architecture("llama4_text", "Llama4ForCausalLM", tensor_names.LLAMA4, _read_llama4),
     "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", tensor_names.GPT_OSS, _read_gpt_oss),
     "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", tensor_names.LLAMA, _read_mistral3),
     "gemma": Architecture("gemma", "GemmaForCausalLM", tensor_names.GEMMA, _read_gemma),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", tensor_names.GEMMA2, _read_gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", tensor_names.GEMMA3, _read_gemma3),
+    "gemma4": Architecture("gemma4_text", "Gemma4ForCausalLM", tensor_names.GEMMA4, _read_gemma4),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", tensor_names.PHI3, _read_phi3),
     "granite": Architecture("granite", "GraniteForCausalLM", tensor_names.LLAMA, _read_granite),
     "granitemoe": Architecture(

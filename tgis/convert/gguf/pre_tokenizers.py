@@ -47,6 +47,13 @@ _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Letters with case, but not those of alphabets and blocks that DeepSeek's tokenizer leaves out.
+_DEEPSEEK_LETTERS = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C7}\x{10CD}\x{10D0}-\x{10FF}\x{1C80}-\x{1C8A}\x{2D00}-\x{2D2D}"
+    r"\x{A790}-\x{A7FF}\x{AB30}-\x{AB68}\x{10570}-\x{105BC}\x{10D50}-\x{10D85}\x{16E40}-\x{16E7F}"
+    r"\x{1D400}-\x{1D7FF}\x{1DF00}-\x{1DF2A}]]"
+)
+_DEEPSEEK_WORDS = (r"[\r\n]", rf"\s?{_DEEPSEEK_LETTERS}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$")
 
 _default = Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
 _gpt2, _starcoder = Splitting((_GPT2,)), Splitting((r"\p{N}", _GPT2))
@@ -67,6 +74,7 @@ _KINDS: Mapping[Splitting, str] = {
     Splitting((_BLOOM,)): "bloom poro-chat gpt3-finnish",
     Splitting((_BLOOM, r"\p{N}")): "viking",
     Splitting((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")): "deepseek-coder",
+    Splitting((*_DEEPSEEK_WORDS, "[一-龥ࠀ-一가-퟿]+", r"\p{N}+")): "deepseek-llm",
     Splitting((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)): "deepseek-v3 hunyuan-dense joyai-llm",
 }
 SPLITTINGS: Mapping[str, Splitting] = {

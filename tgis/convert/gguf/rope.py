@@ -10,6 +10,7 @@ from tgis.convert.gguf.metadata import show
 from tgis.convert.gguf.tensor_names import ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT
 
 DEFAULT_THETA = 10000.0
+UNROTATED = 1e20  # factors above it leave no angle that float32 resolves at any position
 
 
 def read_rope(files: GgufFiles, head_dim: int) -> dict[str, Any]:
@@ -50,6 +51,24 @@ def read_scaling(files: GgufFiles) -> dict[str, Any]:
             if f".rope.scaling.{name}" in metadata:
                 scaling[key] = metadata.number(f".rope.scaling.{name}")
     return scaling
+
+
+def read_proportional(files: GgufFiles, theta: float) -> dict[str, Any]:
+    """Return the parameters of a rotary embedding whose last channels are not rotated. In the file, their
+    frequencies are divided by a number that makes them about 0. Raises ConversionError."""
+    factors = _read_factors(files, ROPE_FREQUENCIES)
+    num_rotated = sum(factor == 1 for factor in factors)
+    is_rotated = [factor == 1 for factor in factors if factor == 1 or factor > UNROTATED]
+    if not num_rotated or is_rotated != [i < num_rotated for i in range(len(factors))]:
+        shown = ", ".join(f"{factor:g}" for factor in factors[:4])
+        raise files.metadata.refuse(
+            ".rope.freq_base", f"has the factors {shown} ..., which are not supported"
+        )
+    return {
+        "rope_type": "proportional",
+        "rope_theta": theta,
+        "partial_rotary_factor": num_rotated / len(factors),
+    }
 
 
 def _read_long(files: GgufFiles) -> dict[str, Any]:

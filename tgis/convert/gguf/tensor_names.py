@@ -30,6 +30,14 @@ class StoredForm(Enum):
     """Matrices of all experts, which are transposed in the checkpoint, or their biases."""
     INTERLEAVED_EXPERTS = "interleaved experts"
     """Two of `EXPERTS`, whose rows alternate in the checkpoint."""
+    LATENT_HEADS = "latent heads"
+    """Transposed matrices of all heads' keys, and matrices of their values. In the checkpoint, the rows of a
+    head's values follow those of its keys."""
+    KEY_GROUPS = "key groups"
+    """Queries, keys and values of all heads, and the gates. In the checkpoint, the rows of a key head and of
+    the value heads that share it are adjacent."""
+    ROW = "row"
+    """Matrix of one row, which may be stored as a vector."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
 def _add(sources: dict[str, GgufSource], name: str, source: GgufSource) -> None:
     """Add a source of a tensor after those that contain its first rows."""
     first = sources.get(name)
-    sources[name] = replace(source, names=(*first.names, *source.names)) if first else source
+    sources[name] = replace(first, names=(*first.names, *source.names)) if first else source
 
 
 def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
@@ -150,6 +158,8 @@ def _split(name: str) -> tuple[str, str, str, str]:
 
 
 def _make_source(files: GgufFiles, names: TensorNames, key: str, name: str) -> GgufSource:
+    if not names.pairs and not names.groups:  # the numbers of heads may differ between layers
+        return make_source(names, key, name, 0, 0)
     num_heads = files.metadata.integer(".attention.head_count")
     return make_source(names, key, name, num_heads, count_groups(files, num_heads))
 
@@ -174,7 +184,8 @@ def make_source(names: TensorNames, key: str, name: str, num_heads: int, num_gro
         order = AdjacentPairs(num_groups if key.endswith("_k") else num_heads)
     elif key == names.groups:
         order = SplitGroups(num_heads, num_groups)
-    added = names.norms_added if name.endswith("norm.weight") else 0.0
+    is_norm = name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
+    added = names.norms_added if is_norm else 0.0
     form = names.forms.get(_without_number(name))
     return GgufSource((name,), None, order, added, key in names.transposed, form)
 
@@ -224,9 +235,11 @@ QWEN3_MOE = TensorNames(
         )
     )
 )
+_gated_expert = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", **_shared_experts("mlp.shared_expert.")}
+_GATE_FORM = {LAYER + "ffn_gate_inp_shexp.weight": StoredForm.ROW}
 QWEN2_MOE = TensorNames(
-    {**QWEN3_MOE.modules}
-    | dict(_layers(_L, ffn_gate_inp_shexp="mlp.shared_expert_gate", **_shared_experts("mlp.shared_expert.")))
+    {**QWEN3_MOE.modules} | dict(_layers(_L, **_gated_expert)),
+    forms=_GATE_FORM,
 )
 GLM4_MOE = TensorNames(
     {**QWEN3_MOE.modules}
@@ -239,9 +252,58 @@ GLM4_MOE = TensorNames(
     ),
     parameters={LAYER + "exp_probs_b.bias": _L + "mlp.gate.e_score_correction_bias"},
 )
+DEEPSEEK2 = TensorNames(
+    {**GLM4_MOE.modules}
+    | dict(
+        _layers(
+            _L,
+            ffn_norm="post_attention_layernorm",
+            attn_q_a="self_attn.q_a_proj",
+            attn_q_a_norm="self_attn.q_a_layernorm",
+            attn_q_b="self_attn.q_b_proj",
+            attn_kv_a_mqa="self_attn.kv_a_proj_with_mqa",
+            attn_kv_a_norm="self_attn.kv_a_layernorm",
+            attn_k_b="self_attn.kv_b_proj",
+            attn_v_b="self_attn.kv_b_proj",
+            attn_kv_b="self_attn.kv_b_proj",  # of older files, which have no other
+        )
+    ),
+    parameters=GLM4_MOE.parameters,
+    forms={LAYER + "attn_k_b.weight": StoredForm.LATENT_HEADS},
+)
 GEMMA = TensorNames(_plain, norms_added=1.0)
 GEMMA2 = TensorNames(_gemma2, norms_added=1.0)
 GEMMA3 = TensorNames(_gemma2 | dict(_layers(_L, **_HEAD_NORMS)), norms_added=1.0)
+_router, _experts = _L + "router.", _L + "experts."
+GEMMA4 = TensorNames(
+    {
+        **GEMMA3.modules,
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        **dict(
+            _layers(
+                _L,
+                inp_gate="per_layer_input_gate",
+                proj="per_layer_projection",
+                post_norm="post_per_layer_input_norm",
+                post_ffw_norm_1="post_feedforward_layernorm_1",
+                pre_ffw_norm_2="pre_feedforward_layernorm_2",
+                post_ffw_norm_2="post_feedforward_layernorm_2",
+                ffn_gate_inp="router.proj",
+            )
+        ),
+    },
+    parameters={
+        LAYER + "layer_output_scale.weight": _L + "layer_scalar",
+        LAYER + "ffn_gate_inp.scale": _router + "scale",
+        LAYER + "ffn_gate_up_exps.weight": _experts + "gate_up_proj",
+        LAYER + "ffn_gate_exps.weight": _experts + "gate_up_proj",  # of files that have these two instead
+        LAYER + "ffn_up_exps.weight": _experts + "gate_up_proj",
+        LAYER + "ffn_down_exps.weight": _experts + "down_proj",
+        LAYER + "ffn_down_exps.scale": _router + "per_expert_scale",
+    },
+)
 PHI3 = TensorNames(_plain | dict(_layers(_L, attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj")))
 GRANITE_MOE = TensorNames(
     _plain
@@ -310,6 +372,32 @@ FALCON_H1 = TensorNames(
     parameters={**_mamba_parameters(_L + "mamba."), LAYER + "ffn_norm": _L + "pre_ff_layernorm.weight"},
     forms=_MAMBA_FORMS,
 )
+_delta = _L + "linear_attn."
+QWEN3_NEXT = TensorNames(
+    {
+        **QWEN3_MOE.modules,
+        **_mamba_modules(_delta),
+        **dict(
+            _layers(
+                _L,
+                **_gated_expert,
+                post_attention_norm="post_attention_layernorm",
+                attn_qkv="linear_attn.in_proj_qkvz",
+                attn_gate="linear_attn.in_proj_qkvz",
+                ssm_in="linear_attn.in_proj_qkvz",  # of older files, which have no other
+                ssm_ba="linear_attn.in_proj_ba",
+            )
+        ),
+    },
+    norms_added=1.0,
+    parameters={LAYER + "ssm_a": _delta + "A_log", LAYER + "ssm_dt.bias": _delta + "dt_bias"},
+    forms={
+        **_GATE_FORM,
+        LAYER + "ssm_a": StoredForm.DECAY,
+        LAYER + "ssm_conv1d.weight": StoredForm.KERNEL,
+        LAYER + "attn_qkv.weight": StoredForm.KEY_GROUPS,
+    },
+)
 _B = "backbone.layers.{i}."
 MAMBA2 = TensorNames(
     {
@@ -368,6 +456,18 @@ GPT_OSS = TensorNames(
     forms={
         name: StoredForm.EXPERTS if "down" in name else StoredForm.INTERLEAVED_EXPERTS for name in _oss_names
     },
+)
+LLAMA4 = TensorNames(
+    _plain
+    | dict(
+        _layers(
+            _L,
+            ffn_gate_inp="feed_forward.router",
+            **{f"ffn_{x}": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")},
+            **{f"ffn_{x}_exps": f"feed_forward.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")},
+            **_shared_experts("feed_forward.shared_expert."),
+        )
+    )
 )
 OLMO2 = TensorNames(_TABLES | dict(_layers(_L, **_ATTENTION, **_HEAD_NORMS, **_POST_NORMS, **_MLP)))
 STARCODER2 = TensorNames(_plain | dict(_layers(_L, ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")))

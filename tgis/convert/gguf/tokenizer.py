@@ -117,10 +117,24 @@ def _split_merge(metadata: Metadata, merge: str) -> tuple[str, str]:
 
 
 def _make_sentencepiece_bpe(vocabulary: GgufVocabulary) -> tuple[Tokenizer, bool, bool]:
-    has_prefix = vocabulary.metadata.flag(KEY + "add_space_prefix", True)
+    return _merge_pieces(vocabulary, list_merges(vocabulary), has_prefix=True)
+
+
+def _make_gemma4(vocabulary: GgufVocabulary) -> tuple[Tokenizer, bool, bool]:
+    metadata = vocabulary.metadata
+    merges = [_split_merge(metadata, merge) for merge in metadata.texts(KEY + "merges")]
+    return _merge_pieces(vocabulary, merges, has_prefix=False)
+
+
+def _merge_pieces(
+    vocabulary: GgufVocabulary, merges: list[tuple[str, str]], has_prefix: bool
+) -> tuple[Tokenizer, bool, bool]:
+    """Return a tokenizer of pieces with spaces, and of bytes. `has_prefix` is True if texts begin with a
+    space unless the file sets this."""
+    has_prefix = vocabulary.metadata.flag(KEY + "add_space_prefix", has_prefix)
     model = models.BPE(
         vocabulary.ids,
-        list_merges(vocabulary),
+        merges,
         unk_token=vocabulary.find("unknown_token_id"),
         byte_fallback=BYTE in vocabulary.types,
         fuse_unk=True,
@@ -196,5 +210,6 @@ def _add_ends(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
 _KINDS: Mapping[str, Callable[[GgufVocabulary], tuple[Tokenizer, bool, bool]]] = {
     "gpt2": _make_byte_level,
     "llama": _make_sentencepiece_bpe,
+    "gemma4": _make_gemma4,
     "t5": _make_unigram,
 }

@@ -21,7 +21,9 @@ from tgis.shard.checkpoint.progress import LoadProgress
 from tgis.shard.checkpoint.tensors import (
     FileTensor,
     MissingTensorError,
+    Sliced,
     StackedRows,
+    Stored,
     StoredTensor,
     TensorInMemory,
     Transposed,
@@ -64,6 +66,10 @@ class GgufCheckpoint:
             experts = range(places[0].place.shape[0])
             parts = [[self._open(place, source, entry) for place in places] for entry in experts]
             return GgufExperts(parts, label, taken, source.form is StoredForm.INTERLEAVED_EXPERTS)
+        if source.form is StoredForm.LATENT_HEADS:
+            return self._join_heads(places, source, label)
+        if source.form is StoredForm.KEY_GROUPS:
+            return self._join_groups(places, source, label)
         if len(places[0].place.shape) > 2 and source.entry is None:
             stacks = [
                 [self._open(place, source, entry) for entry in range(place.place.shape[0])]
@@ -109,6 +115,40 @@ class GgufCheckpoint:
     def close(self) -> None:
         """Close the files. Tensors that were read stay valid."""
         self._mapped.clear()
+
+    def _join_heads(self, places: Sequence[FileTensorPlace], source: GgufSource, label: str) -> StoredTensor:
+        """Return the rows of each head's keys and values, one head after the other."""
+        shapes = [place.place.shape for place in places]
+        if len(shapes) != 2 or any(len(shape) != 3 for shape in shapes) or shapes[0][0] != shapes[1][0]:
+            raise WeightsError(f"{label} are not the keys and the values of the same heads")
+        parts: list[Stored] = []
+        for head in range(shapes[0][0]):
+            keys, values = (self._open(place, source, head) for place in places)
+            parts += [Transposed(keys), values]
+        return _JoinedTensor(parts, label)
+
+    def _join_groups(self, places: Sequence[FileTensorPlace], source: GgufSource, label: str) -> StoredTensor:
+        """Return the rows of each key head's queries, keys, values and gates, one key head after the
+        other."""
+        num_groups = self.files.metadata.integer(".ssm.group_count")
+        heights = [place.place.shape[0] for place in places]
+        if len(heights) != 2 or not num_groups or heights[1] % num_groups:
+            raise WeightsError(f"{label} are not the rows of {num_groups} key heads")
+        size, rest = divmod(heights[0] - heights[1], 2 * num_groups)
+        if rest or size <= 0:
+            raise WeightsError(f"{label} are not the rows of {num_groups} key heads")
+        projections, gates = (self._open(place, source, None) for place in places)
+        width, keys = heights[1] // num_groups, size * num_groups
+        parts: list[Stored] = []
+        for group in range(num_groups):
+            first, shared = size * group, width * group
+            parts += [
+                Sliced(projections, slice(first, first + size)),
+                Sliced(projections, slice(keys + first, keys + first + size)),
+                Sliced(projections, slice(2 * keys + shared, 2 * keys + shared + width)),
+                Sliced(gates, slice(shared, shared + width)),
+            ]
+        return _JoinedTensor(parts, label)
 
     def _open(self, tensor: FileTensorPlace, source: GgufSource, entry: int | None) -> GgufTensor:
         place = tensor.place
@@ -173,6 +213,8 @@ def _reshape(tensor: GgufTensor, form: StoredForm) -> Tensor:
     stored = tensor.read()
     if form is StoredForm.KERNEL:
         return stored.unsqueeze(1)
+    if form is StoredForm.ROW:
+        return stored.view(1, -1)
     vector = stored.flatten()
     return (-vector).log() if form is StoredForm.DECAY else vector
 

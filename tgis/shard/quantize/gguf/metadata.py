@@ -38,6 +38,7 @@ _MODEL_TYPES: Mapping[str, tuple[str, Architecture]] = {
 # Architectures that need metadata which this module does not write.
 _NOT_WRITTEN = {"bloom", "falcon", "mpt", "qwen2moe", "glm4moe", "granitehybrid", "gpt-oss", "mistral3"}
 _NOT_WRITTEN |= {"mamba2", "nemotron_h", "nemotron_h_moe", "falcon-h1"}
+_NOT_WRITTEN |= {"deepseek2", "qwen3next", "gemma4", "llama4"}
 WRITTEN = {name: each for name, each in _MODEL_TYPES.items() if each[0] not in _NOT_WRITTEN}
 # Keys of config.json -> metadata keys with the same values.
 _SCALES = {
