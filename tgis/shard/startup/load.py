@@ -155,19 +155,7 @@ class LoadPlan:
             on.kernels.prepare_adapters()
         loaded = _Loaded(self, info, model, group, guides, open_adapters(config, model), speculator)
         runner = loaded.sizing().make_sized_runner()
-        if runner.info.num_states:
-            logger.info(
-                "states of sequences take %.2f GiB (float32): %d of %.2f MiB",
-                runner.info.num_states * demand.state_bytes / GIB,
-                *(runner.info.num_states, demand.state_bytes / MIB),
-            )
-        if loaded.draft_bytes:
-            logger.info(
-                "the speculator's keys, values and states take %.2f GiB of the KV cache: %.1f of the %.1f "
-                "KiB of each block",
-                runner.info.num_blocks * loaded.draft_bytes / GIB,
-                *(loaded.draft_bytes / KIB, loaded.block_bytes / KIB),
-            )
+        loaded.log_parts(runner)
         if probe is not None:
             quantize_probe.warn_of_loss(probe, runner, config)
         on.compiler.finish()
@@ -331,6 +319,22 @@ class _Loaded:
         if self.plan.on.device.type == "cuda":
             logger.warning("no CUDA graphs: steps of sharded models are not captured")
         return ()
+
+    def log_parts(self, runner: ModelRunner) -> None:
+        """Log the memory of states, and what a speculator takes of the cache."""
+        if runner.info.num_states:
+            logger.info(
+                "states of sequences take %.2f GiB (float32): %d of %.2f MiB",
+                runner.info.num_states * self.plan.demand.state_bytes / GIB,
+                *(runner.info.num_states, self.plan.demand.state_bytes / MIB),
+            )
+        if self.draft_bytes:
+            logger.info(
+                "the speculator's keys, values and states take %.2f GiB of the KV cache: %.1f of the %.1f "
+                "KiB of each block",
+                runner.info.num_blocks * self.draft_bytes / GIB,
+                *(self.draft_bytes / KIB, self.block_bytes / KIB),
+            )
 
     def sizing(self) -> CacheSizing:
         plan = self.plan
