@@ -42,9 +42,13 @@ class Tls:
         return tuple((each.st_mtime_ns, each.st_ino, each.st_size) for each in stats)
 
     def read(self) -> grpc.ChannelCredentials:
-        """Read the files. Raises OSError, and ssl.SSLError if the key is not the certificate's."""
+        """Read the files. Raises OSError, and ssl.SSLError if the key is not the certificate's or the file of
+        CAs has none, because gRPC would trust the system's CAs instead."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         if self.cert is not None:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(self.cert, self.key)
+            context.load_cert_chain(self.cert, self.key)
+        if self.ca_cert is not None:
+            context.load_verify_locations(self.ca_cert)
         files = (self.ca_cert, self.key, self.cert)
         return grpc.ssl_channel_credentials(*(Path(file).read_bytes() if file else None for file in files))
 

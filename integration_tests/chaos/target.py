@@ -2,6 +2,7 @@
 of soft prompts, and failpoints that end some of its starts."""
 
 import contextlib
+import functools
 import http.client
 import socket
 import ssl
@@ -118,7 +119,7 @@ class Target:
 
     def make_job(self, api: str, workload: Workload, clients: int) -> LoadJob:
         """Return the job of clients of an API, with a connection each, that send one request each."""
-        files = self.write_client_files()
+        files = self.client_files
         port = self.api_port if api in HTTP_APIS else self.service.grpc_port
         target = LoadTarget(
             address=f"localhost:{port}",
@@ -137,13 +138,15 @@ class Target:
 
     def tls_context(self, protocol: str = "h2") -> ssl.SSLContext:
         """Return the credentials of an authorized client."""
-        files = self.write_client_files()
+        files = self.client_files
         context = ssl.create_default_context(cafile=str(files / "ca.pem"))
         context.load_cert_chain(files / "chain.pem", files / "key.pem")
         context.set_alpn_protocols([protocol])
         return context
 
-    def write_client_files(self) -> Path:
+    @functools.cached_property
+    def client_files(self) -> Path:
+        """Directory of the clients' files, written once, because load processes read them at any time."""
         directory = self._tls.parent / "client"
         directory.mkdir(exist_ok=True)
         contents = {"ca": self._authority.cert_pem.bytes(), "key": self._key, "chain": self._chain}

@@ -124,6 +124,19 @@ def test_calls_of_many_threads_during_a_renewal(tmp_path: Path) -> None:
     assert service.names[-1] == "second.example.com"
 
 
+def test_a_file_of_cas_that_is_being_written(open_client: OpenClient, tmp_path: Path) -> None:
+    """With an empty list, gRPC would trust the system's CAs, and refuse the service."""
+    authority = trustme.CA()
+    tls = write(tmp_path, authority, "client.example.com", authority)
+    with serve_mutual(CannedService(), authority) as target:
+        with open_client(target, tls=tls, retry=NO_RETRIES) as client:
+            client.model_info()
+            (tmp_path / "ca.pem").write_bytes(b"")
+            client.model_info()
+        with open_client(target, tls=tls) as client, pytest.raises(SettingsError, match="TLS file"):
+            client.model_info()
+
+
 def test_the_name_in_the_certificate(open_client: OpenClient, tmp_path: Path) -> None:
     authority = trustme.CA()
     own = authority.issue_cert("inside.example.com")
