@@ -4,6 +4,7 @@ one or all segments of the tile's keys. The rows of a unit are pairs of a token 
 Every row processes the keys span by span from the start of the sequence with the same arithmetic, so its bits
 depend neither on other rows nor on the split of its sequence into chunks."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -401,23 +402,6 @@ def _attend_keys(
 
 
 def attend_keys(
-    begin: int,
-    end: int,
-    height: int,
-    u: Any,
-    following: Any,
-    queries: Any,
-    p: Any,
-    scoring: Any,
-    s: Any,
-    element: Any,
-) -> None:
-    """Process keys [begin, end) for all rows of a unit. Overloads implement it for types of elements."""
-    raise NotImplementedError
-
-
-@overload(attend_keys, inline="always")  # type: ignore[untyped-decorator]
-def _choose_registers(
     begin: Any,
     end: Any,
     height: Any,
@@ -428,9 +412,14 @@ def _choose_registers(
     scoring: Any,
     s: Any,
     element: Any,
-) -> Any:
-    if element == TILE_PAIR:
-        return None
+) -> None:
+    """Process keys [begin, end) for all rows of a unit in tiles of up to `height` rows, by the implementation
+    for the type of the cache's elements."""
+    raise NotImplementedError
+
+
+def implement_keys(is_for: Callable[[Any], bool], implementation: Any) -> None:
+    """Let a compiled function implement `attend_keys` for elements of some types."""
 
     def attend(
         begin: Any,
@@ -444,9 +433,25 @@ def _choose_registers(
         s: Any,
         element: Any,
     ) -> None:
-        _attend_keys(begin, end, height, u, following, queries, p, scoring, s, element)
+        implementation(begin, end, height, u, following, queries, p, scoring, s, element)
 
-    return attend
+    @overload(attend_keys, inline="always")  # type: ignore[untyped-decorator]
+    def choose(
+        begin: Any,
+        end: Any,
+        height: Any,
+        u: Any,
+        following: Any,
+        queries: Any,
+        p: Any,
+        scoring: Any,
+        s: Any,
+        element: Any,
+    ) -> Any:
+        return attend if is_for(element) else None
+
+
+implement_keys(lambda element: element != TILE_PAIR, _attend_keys)
 
 
 @inlined

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray
-from numba.extending import overload
 
 from tgis.shard.kernels.cpu.amx.inner_loop import DEPTH as TILE_DEPTH
 from tgis.shard.kernels.cpu.amx.inner_loop import ROWS, configure, release, write_shapes
@@ -26,8 +25,8 @@ from tgis.shard.kernels.cpu.attention.segments import find_first_key
 from tgis.shard.kernels.cpu.attention.softmax import update_masked_softmax, update_softmax
 from tgis.shard.kernels.cpu.attention.tiles import (
     adjust_rows,
-    attend_keys,
     find_end,
+    implement_keys,
     move_to_next_span,
     round_up,
     start_row,
@@ -156,8 +155,18 @@ def _attend_block(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s:
 
 @reorderable
 def _attend_keys(
-    begin: int, end: int, u: Any, following: Any, queries: Any, p: Any, scoring: Any, s: Any, element: Any
+    begin: int,
+    end: int,
+    height: int,
+    u: Any,
+    following: Any,
+    queries: Any,
+    p: Any,
+    scoring: Any,
+    s: Any,
+    element: Any,
 ) -> None:
+    """Process keys [begin, end) for all rows of a unit in blocks of TILE_ROWS rows, whatever the height."""
     memory = _divide_memory(p, s)
     write_shapes(memory.configuration, ROWS, TILE_DEPTH)
     configure(memory.configuration)
@@ -173,34 +182,4 @@ def _attend_keys(
     release(memory.configuration)
 
 
-@overload(attend_keys, inline="always")  # type: ignore[untyped-decorator]
-def _choose_amx(
-    begin: Any,
-    end: Any,
-    height: Any,
-    u: Any,
-    following: Any,
-    queries: Any,
-    p: Any,
-    scoring: Any,
-    s: Any,
-    element: Any,
-) -> Any:
-    if element != TILE_PAIR:
-        return None
-
-    def attend(
-        begin: Any,
-        end: Any,
-        height: Any,
-        u: Any,
-        following: Any,
-        queries: Any,
-        p: Any,
-        scoring: Any,
-        s: Any,
-        element: Any,
-    ) -> None:
-        _attend_keys(begin, end, u, following, queries, p, scoring, s, element)
-
-    return attend
+implement_keys(lambda element: element == TILE_PAIR, _attend_keys)
