@@ -48,12 +48,12 @@ uses `time_step_limit` for both, which sets no limit by default.
 
 ## Models that GPUs do not run
 
-GPUs run the models of all families above except those whose layers have different heads (Gemma 4) and those with
-latent attention, and they do not run models on other engines. The engine for GPUs has run on a GPU with none of the
-models that keep a state: their kernels were tested only by an interpreter and by compiling them
-([GPUs](gpu.md#how-it-was-tested)). The same rule holds for every model that GPUs do not run: with `--device auto`,
-such a model runs on the CPU, and a warning has the reason. With `--device cuda`, the shard does not start, and the
-error has the reason.
+GPUs run the models of all families above, except those whose layers have different heads (Gemma 4) and those with
+latent attention. They do not run models on other engines. No model that keeps a state has run on a GPU yet: its kernels
+were tested only by an interpreter and by compiling them ([GPUs](gpu.md#how-it-was-tested)).
+
+One rule holds for every model that GPUs do not run. With `--device auto`, it runs on the CPU, and a warning has the
+reason. With `--device cuda`, the shard does not start, and the error has the reason.
 
 ## Latent attention
 
