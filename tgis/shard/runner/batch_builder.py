@@ -208,9 +208,10 @@ class BatchBuilder:
     def _step_states(
         self, states: StateCache, rows: Integers, starts: Integers, layout: Layout
     ) -> StepStates:
-        slots = self.table.rows["state_slot"][rows]
-        numbers = (self._tensor(each, np.int64) for each in (slots, layout.begins, starts))
-        return StepStates(states, *numbers)
+        numbers = [self.table.rows["state_slot"][rows], layout.begins]
+        if states.shape.chunk:
+            numbers.append(starts)
+        return StepStates(states, *(self._tensor(each, np.int64) for each in numbers))
 
     def _find_long(self, row: Integers) -> Tensor | None:
         is_long = self.table.rows["opened_len"][row] > self.table.limits.rope_switch_len  # [num_tokens]

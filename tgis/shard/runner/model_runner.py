@@ -84,32 +84,32 @@ class HostModelRunner:
                 assert isinstance(self.model, EncodingModel), "encoder inputs for a model without an encoder"
                 self.model.encode(encoder_inputs, self.forward.attention)
             if batch is not None:
-                self._compute_batch(batch, self._find_followed(request), response)
+                self._compute_batch(batch, request, response)
         if states is not None:
             states.copy_all(list_saves(request, self._table))
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
 
-    def _find_followed(self, request: pb.StepRequest) -> Booleans:
-        """Return bool [max_rows], True for the rows that the speculator follows in a step."""
-        is_followed = np.zeros(len(self._table.rows), np.bool_)
-        if request.followed:
-            flags = np.frombuffer(request.followed, np.bool_)
-            is_followed[read_column(request.rows)[flags]] = True
-        return is_followed
+    def _find_followed(self, request: pb.StepRequest, work: Work) -> Booleans:
+        """Return bool [num_seqs], True for the sequences that the speculator follows in a step."""
+        if not request.followed:
+            return np.zeros(len(work.rows), np.bool_)
+        flags = np.frombuffer(request.followed, np.bool_)
+        return np.isin(work.rows, read_column(request.rows)[flags])
 
-    def _compute_batch(self, batch: Batch, is_followed: Booleans, response: pb.StepResponse) -> None:
+    def _compute_batch(self, batch: Batch, request: pb.StepRequest, response: pb.StepResponse) -> None:
         work = batch.work
         adapters = batch.inputs.adapters
-        follows = self._speculator is not None and bool(is_followed[work.rows].any())
+        is_followed = None if self._speculator is None else self._find_followed(request, work)
+        follows = is_followed is not None and bool(is_followed.any())
         outputs = self.forward(batch, is_tapped=follows)
         states = outputs.x if outputs.tapped is None else outputs.tapped
         if follows and work.drafts is not None:
             states = states.clone()  # rows that are computed again without drafts overwrite it
         self._sampler.answer(work, adapters, outputs, response)
-        if self._speculator is not None:
+        if self._speculator is not None and is_followed is not None:
             began = time.perf_counter_ns()
-            self._follow(self._speculator, work, is_followed[work.rows], states, adapters)
+            self._follow(self._speculator, work, is_followed, states, adapters)
             response.follow_ns = time.perf_counter_ns() - began
 
     def _follow(

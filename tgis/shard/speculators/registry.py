@@ -123,8 +123,8 @@ class DraftCache(NamedTuple):
 
 
 def find_cache(name: str, spec: ModelSpec) -> DraftCache | None:
-    """Return the cache of the speculator of that name for a model, or None if it has none. It is only
-    planned: its weights are not read. Raises SpeculatorError."""
+    """Return the cache of the speculator of that name for a model, or None if it has none. Only
+    configurations are read, no weights. Raises SpeculatorError."""
     try:
         if name == MTP:
             if not isinstance(spec, DecoderSpec):

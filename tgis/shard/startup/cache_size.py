@@ -169,8 +169,8 @@ class CacheSizing:
             memory_plan.check_blocks(self.demand, num_blocks, self.block_bytes, budget)
             del runner
             logger.info(
-                "reduced the cache from %d blocks and %d states to %d and %d to fit CUDA graphs",
-                *(*planned, num_blocks, num_states),
+                "reduced the cache from %s to %s to fit CUDA graphs",
+                *(_describe(*counts) for counts in (planned, (num_blocks, num_states))),
             )
             runner, missing = self._capture(num_blocks, num_states, budget, sizes)
         if missing > 0:
@@ -192,6 +192,10 @@ class CacheSizing:
             runner.info.graph_sizes[:] = [size.num_rows for size in captured if not size.num_prompt_tokens]
             runner.info.num_prompt_graphs = sum(size.num_prompt_tokens > 0 for size in captured)
         return runner, memory_plan.count_missing(budget, self._find_left())
+
+
+def _describe(num_blocks: int, num_states: int) -> str:
+    return f"{num_blocks} blocks" + (f" and {num_states} states" if num_states else "")
 
 
 def _log(budget: MemoryBudget, runner: ModelRunner) -> None:

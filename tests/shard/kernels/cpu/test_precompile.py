@@ -20,7 +20,6 @@ from pathlib import Path
 
 from tests.support.shard.driver import Request, Router, configure
 from tgis.convert.gguf.model_directory import write_model_directory
-from tests.support.real_models import SMOLLM2
 from tgis.shard.kernels.cpu.precompile import USUAL, all_kernels
 from tgis.shard.startup.load import load
 

@@ -24,7 +24,7 @@ MIN_PLAIN_STEPS = 4  # steps that must be timed before the first draft
 # on up to the maximum.
 MIN_PAUSE, MAX_PAUSE = 32, 512
 MAX_EMPTY = 4  # requests for drafts that the shards may answer with none, which then count as a wrong draft
-# After this number of steps in which drafts do not pay, the shards' speculator stops to follow the sequences.
+# After this number of steps in which drafts do not pay, the shards' speculator stops following the sequences.
 MAX_UNPAID_STEPS = 64
 # From then on, a new sequence is followed for a trial after this number of steps without drafts, then after
 # twice as many, and so on up to the maximum.

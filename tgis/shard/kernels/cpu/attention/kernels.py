@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.amx import instructions
+from tgis.shard.kernels.cpu.amx.instructions import INSTRUCTIONS, TILE_ROWS
 from tgis.shard.kernels.cpu.attention.amx.keys import ELEMENT as TILE_ELEMENT
 from tgis.shard.kernels.cpu.attention.elements.conversion import CACHE_ELEMENTS, as_element
 from tgis.shard.kernels.cpu.attention.elements.float8 import loses_nan
@@ -17,7 +17,6 @@ from tgis.shard.kernels.cpu.attention.elements.rotation import rotate
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN
 from tgis.shard.kernels.cpu.attention.segments import SegmentPart, find_first_key, result_size
 from tgis.shard.kernels.cpu.attention.tiles import (
-    TILE_ROWS,
     Pages,
     Queries,
     ScoringArgs,
@@ -225,8 +224,6 @@ def _write_kernel(element: Any) -> Kernel:
 
 
 ATTEND = {dtype: attend_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}
-ATTEND_TILES = (
-    None if instructions.INSTRUCTIONS is None else attend_kernel(TILE_ELEMENT, np.uint32(0), pairs.COLUMNS)
-)
+ATTEND_TILES = None if INSTRUCTIONS is None else attend_kernel(TILE_ELEMENT, np.uint32(0), pairs.COLUMNS)
 """Attention to pairs of bfloat16 on AMX tiles. None if the processor has no AMX."""
 WRITE = {dtype: _write_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}

@@ -20,7 +20,7 @@ from tgis.shard.kernels.cpu.jit.llvm import FUSED, I32, I64
 TILE_PAIR = types.uint64
 """Numba type that stands for pairs that AMX multiplies."""
 
-_UPPER = 0xFFFF0000  # bits of the first number of a pair
+UPPER = 0xFFFF0000  # bits of the first number of a pair
 
 
 def count_columns(element: Any) -> int:
@@ -37,7 +37,7 @@ def load_elements(b: Any, base: Any, offset: Any, element: Any) -> Any:
 
 def drop_later(b: Any, loaded: Any) -> Any:
     """Return pairs whose second numbers are replaced by 0."""
-    kept = b.and_(b.bitcast(loaded, INTEGERS), llvm.constant(_UPPER, LANES, I32))
+    kept = b.and_(b.bitcast(loaded, INTEGERS), llvm.constant(UPPER, LANES, I32))
     return b.bitcast(kept, loaded.type)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numba import carray
 from numba.extending import overload
 
+from tgis.shard.kernels.cpu.amx.instructions import TILE_ROWS
 from tgis.shard.kernels.cpu.attention.elements.int8 import find_scales, has_scales
 from tgis.shard.kernels.cpu.attention.elements.rotation import count_rotated, rotate
 from tgis.shard.kernels.cpu.attention.operands import TILE_PAIR, round_query
@@ -42,7 +43,6 @@ from tgis.shard.kernels.cpu.jit.compiler import inlined, pointer, reorderable
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, tanh
 from tgis.shard.memory.kv_cache import SCALE_BYTES
 
-TILE_ROWS = 16  # maximum rows of a tile
 MANY_ROWS = 16  # units with more rows use tiles of TALL rows
 INITIAL_MAXIMUM = np.float32(-1e30)  # initial running maximum, below any score
 

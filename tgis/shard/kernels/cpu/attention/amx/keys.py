@@ -19,7 +19,7 @@ from tgis.shard.kernels.cpu.attention.amx.products import (
     multiply_qk,
     prefetch,
 )
-from tgis.shard.kernels.cpu.attention.operands import TILE_PAIR
+from tgis.shard.kernels.cpu.attention.operands import TILE_PAIR, UPPER
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SHORT, SPAN
 from tgis.shard.kernels.cpu.attention.segments import find_first_key
 from tgis.shard.kernels.cpu.attention.softmax import update_masked_softmax, update_softmax
@@ -39,7 +39,7 @@ from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
 ELEMENT = np.uint64(0)  # value of the type TILE_PAIR
 
 _F32, _U32, _I64 = np.float32(0), np.uint32(0), np.int64(0)
-_FIRST = np.uint32(0xFFFF0000)  # bits of the first number of a pair
+_FIRST = np.uint32(UPPER)
 _PAIRS = LANES // pairs.COLUMNS  # rows of pairs of a group's values
 
 
