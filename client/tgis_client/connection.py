@@ -42,13 +42,15 @@ class Tls:
         return tuple((each.st_mtime_ns, each.st_ino, each.st_size) for each in stats)
 
     def read(self) -> grpc.ChannelCredentials:
-        """Read the files. Raises OSError, and ssl.SSLError if the key is not the certificate's or the file of
-        CAs has none, because gRPC would trust the system's CAs instead."""
+        """Read the files. Raises OSError, and ssl.SSLError if the key is not the certificate's."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         if self.cert is not None:
             context.load_cert_chain(self.cert, self.key)
         if self.ca_cert is not None:
-            context.load_verify_locations(self.ca_cert)
+            try:
+                context.load_verify_locations(self.ca_cert)
+            except ssl.SSLError as error:  # with an empty list, gRPC would trust the system's CAs
+                raise OSError(f"{self.ca_cert} has no CA's certificate") from error
         files = (self.ca_cert, self.key, self.cert)
         return grpc.ssl_channel_credentials(*(Path(file).read_bytes() if file else None for file in files))
 
