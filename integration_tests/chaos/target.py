@@ -214,6 +214,15 @@ class Target:
     def shard_pids(self) -> list[int]:
         return sorted(children_of(self.pid).get("serve", []))
 
+    def serving_shard_pids(self) -> list[int]:
+        """Return the shards of a group that serves. A failpoint may end them at any time, and a shard that
+        stops while it loads is noticed only after minutes."""
+        while True:
+            pids = self.shard_pids()
+            self.wait_until_ready()
+            if len(pids) == self.num_shards and pids == self.shard_pids():
+                return pids
+
     def processes(self) -> dict[str, int]:
         shards = {f"shard {i}": pid for i, pid in enumerate(self.shard_pids())}
         return {"launcher": self.pid, **self.router_pids(), **shards}

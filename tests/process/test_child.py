@@ -1,14 +1,19 @@
 """A child that prints without end, and a parent whose output is not read: neither blocks the other. A child
-that cannot be started, and children of a process in which gRPC has threads."""
+that cannot be started or stops while it loads, and children of a process in which gRPC has threads."""
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import children_of
+from tests.support.shard.checkpoints import write_llama
+from tgis.process import heartbeat
 from tgis.process.child import Child
 
 FLOOD_BYTES = 100 << 20
@@ -146,3 +151,21 @@ async def test_a_start_that_fails_leaves_no_descriptor_open() -> None:
         with pytest.raises(ValueError, match="null byte"):
             await Child("nobody", ["\0"], has_heartbeat=True).start()
     assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+async def test_a_shard_that_stops_while_it_loads_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "PERIOD_S", 0.05)  # of the parent; the child has its usual one
+    monkeypatch.setattr(heartbeat, "MAX_MISSED_LOADING", 60)
+    write_llama(tmp_path)
+    slow = ["--failpoints", "shard.before_loading=sleep:600"]
+    child = Child("shard 0", ["serve", "--model-path", str(tmp_path), *slow], has_heartbeat=True)
+    await child.start()
+    waiting = asyncio.create_task(child.wait())
+    done, _ = await asyncio.wait([waiting], timeout=6)
+    assert not done, f"a shard that loads for longer than the allowed silence: {waiting.result()}"
+    [pid] = children_of(os.getpid())["serve"]
+    os.kill(pid, signal.SIGSTOP)
+    end = await asyncio.wait_for(waiting, 20)
+    assert (end.text, child.loaded.is_set()) == ("shard 0 hung and was killed", False)

@@ -3,13 +3,14 @@
 import asyncio
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 
 from tgis.process import heartbeat
 from tgis.process.heartbeat import Heartbeat, wait_until_hung
 
-PERIOD_S, MAX_MISSED = 0.02, 5
+PERIOD_S, MAX_MISSED, MAX_MISSED_LOADING = 0.02, 5, 15
 LONG_S = 20 * PERIOD_S  # longer than the allowed silence
 
 
@@ -17,6 +18,7 @@ LONG_S = 20 * PERIOD_S  # longer than the allowed silence
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "PERIOD_S", PERIOD_S)
     monkeypatch.setattr(heartbeat, "MAX_MISSED", MAX_MISSED)
+    monkeypatch.setattr(heartbeat, "MAX_MISSED_LOADING", MAX_MISSED_LOADING)
 
 
 async def hangs(fd: int) -> bool:
@@ -28,16 +30,21 @@ async def hangs(fd: int) -> bool:
     return True
 
 
+def start_loaded(fd: int, is_excused: Callable[[], bool] = lambda: False) -> Heartbeat:
+    beating = Heartbeat(fd)
+    beating.finish_loading(is_excused)
+    return beating
+
+
 async def test_a_beating_process_is_not_hung() -> None:
     reader, writer = os.pipe()
-    beating = Heartbeat(writer, is_excused=lambda: False)
-    beating.begin_step(0)  # it may take any time
+    start_loaded(writer).begin_step(0)  # it may take any time
     assert not await hangs(reader)
 
 
 async def test_short_steps_never_add_up() -> None:
     reader, writer = os.pipe()
-    beating = Heartbeat(writer, is_excused=lambda: False)
+    beating = start_loaded(writer)
     watch = asyncio.create_task(hangs(reader))
     while not watch.done():
         beating.begin_step(5 * PERIOD_S)
@@ -48,7 +55,7 @@ async def test_short_steps_never_add_up() -> None:
 
 async def test_a_step_that_takes_too_long_hangs() -> None:
     reader, writer = os.pipe()
-    beating, started = Heartbeat(writer, is_excused=lambda: False), time.monotonic()
+    beating, started = start_loaded(writer), time.monotonic()
     beating.begin_step(10 * PERIOD_S)
     assert await hangs(reader)
     assert time.monotonic() - started >= 10 * PERIOD_S
@@ -56,18 +63,34 @@ async def test_a_step_that_takes_too_long_hangs() -> None:
 
 async def test_time_that_is_excused_does_not_count() -> None:
     reader, writer = os.pipe()
-    Heartbeat(writer, is_excused=lambda: True).begin_step(2 * PERIOD_S)
+    start_loaded(writer, lambda: True).begin_step(2 * PERIOD_S)
     assert not await hangs(reader)
 
 
-async def test_silence_counts_once_there_was_a_sign() -> None:
+@pytest.mark.parametrize(
+    ("last_sign", "allowed"),
+    [(b"", MAX_MISSED_LOADING), (b"-", MAX_MISSED_LOADING), (b".", MAX_MISSED), (b"-.", MAX_MISSED)],
+)
+async def test_a_silent_process_hangs_later_while_it_loads(last_sign: bytes, allowed: int) -> None:
     reader, writer = os.pipe()
-    silent = asyncio.create_task(hangs(os.dup(reader)))
-    assert not await silent
-    started = asyncio.create_task(hangs(reader))
-    os.write(writer, b".")
-    assert await started
+    os.write(writer, last_sign)
+    started = time.monotonic()
+    assert await hangs(reader)
+    assert allowed * PERIOD_S <= time.monotonic() - started < (allowed + 3) * PERIOD_S
     os.close(writer)
+
+
+async def test_a_process_that_loads_for_long_has_loaded_when_it_says_so() -> None:
+    reader, writer = os.pipe()
+    loaded = asyncio.Event()
+    watch = asyncio.create_task(wait_until_hung(reader, loaded, asyncio.Event()))
+    beating = Heartbeat(writer)
+    await asyncio.sleep(LONG_S)
+    assert not loaded.is_set()
+    assert not watch.done()
+    beating.finish_loading(lambda: False)
+    await asyncio.wait_for(loaded.wait(), 20)
+    watch.cancel()
 
 
 async def test_that_it_serves_is_known_with_the_heartbeat_that_says_so(

@@ -25,6 +25,7 @@ from tgis.hub.cache import find_model
 from tgis.hub.gguf_files import refuse_gguf
 from tgis.hub.speculators import find_speculator
 from tgis.hub.startup_adapters import resolve_adapter_options
+from tgis.process.heartbeat import Heartbeat
 from tgis.router.api.registry import foreign_aliases
 
 SECRETS = ("auth_tokens", "hf_token")
@@ -72,6 +73,7 @@ def _run_engine(config: RouterConfig) -> None:
 
 def _run_shard(config: ShardConfig) -> None:
     _begin(config, f"rank={config.rank}", f"epoch={config.epoch}")
+    heartbeat = Heartbeat(config.heartbeat_fd)  # before the imports, which also may hang
     _stay_offline()
     settings = model_files.read_config(Path(config.model_path))
     length = config.max_sequence_length or model_files.max_sequence_length(settings)
@@ -81,7 +83,7 @@ def _run_shard(config: ShardConfig) -> None:
     from tgis.shard import server
 
     speculator = str(find_speculator(config.speculator, cache)) if config.speculator else None
-    server.serve(replace(config, speculator=speculator, **asdict(tuning)))
+    server.serve(replace(config, speculator=speculator, **asdict(tuning)), heartbeat)
 
 
 def _stay_offline() -> None:

@@ -62,7 +62,8 @@ class Child:
         self._has_heartbeat = has_heartbeat
         self._is_hung = False
         self._fds = tuple(fds)
-        self.first_heartbeat = asyncio.Event()
+        self.loaded = asyncio.Event()
+        """Set by the first heartbeat of a process that does not load a model, or has loaded it."""
         self.serving = asyncio.Event()
         """Set by the first heartbeat of a router process that has started to serve."""
         self._error = ""
@@ -121,7 +122,7 @@ class Child:
             await self._end
 
     async def _end_if_hung(self, fd: int) -> None:
-        await wait_until_hung(fd, self.first_heartbeat, self.serving)
+        await wait_until_hung(fd, self.loaded, self.serving)
         self._is_hung = True
         self.signal(signal.SIGKILL)
 

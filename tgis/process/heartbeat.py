@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 MAX_MISSED = 10  # heartbeats in a row
-_HEARTBEAT, _SERVING, _HUNG = b".", b"+", b"!"
+# An import or a read from a slow disk may hold the interpreter for long.
+MAX_MISSED_LOADING = 120
+_LOADING, _HEARTBEAT, _SERVING, _HUNG = b"-", b".", b"+", b"!"
 _READ_BYTES = 4096
 
 
@@ -27,14 +29,25 @@ class _Step:
 
 
 class Heartbeat:
-    def __init__(self, fd: int | None, is_excused: Callable[[], bool]) -> None:
-        """Start to send heartbeats to `fd`, if given. Time during which `is_excused()` is true does not
-        count."""
+    """Heartbeats of a process that loads a model and then computes steps."""
+
+    def __init__(self, fd: int | None) -> None:
+        """Start to send heartbeats to `fd`, if given."""
+        self._fd = fd
         self._pending: deque[_Step] = deque()
-        self._is_excused = is_excused
+        self._sign = _LOADING
+        self._is_excused: Callable[[], bool] = lambda: False
         if fd is not None:
             os.set_blocking(fd, False)
             threading.Thread(target=self._send_heartbeats, args=(fd,), name="heartbeat", daemon=True).start()
+
+    def finish_loading(self, is_excused: Callable[[], bool]) -> None:
+        """Report that the model is loaded. From now on, time during which `is_excused()` is true does not
+        count as time of a step."""
+        self._is_excused = is_excused
+        self._sign = _HEARTBEAT
+        if self._fd is not None:
+            _send(self._fd, _HEARTBEAT)
 
     def begin_step(self, timeout_s: float) -> None:
         """Limit the time of a step, from now or from the end of the previous step; 0: no limit."""
@@ -62,7 +75,7 @@ class Heartbeat:
                 seconds += PERIOD_S
                 if seconds > step.timeout_s:
                     break
-            _send(fd, _HEARTBEAT)
+            _send(fd, self._sign)
             time.sleep(PERIOD_S)
         logger.error("a step has taken longer than %.0f s", step.timeout_s)
         _send(fd, _HUNG)
@@ -87,39 +100,32 @@ async def send_heartbeats(fd: int | None, is_serving: Callable[[], bool]) -> Non
         await asyncio.sleep(PERIOD_S)
 
 
-async def wait_until_hung(fd: int, first_heartbeat: asyncio.Event, serving: asyncio.Event) -> None:
+async def wait_until_hung(fd: int, loaded: asyncio.Event, serving: asyncio.Event) -> None:
     """Wait until the child reports a hung step or has sent no heartbeat for too long; then close `fd`.
 
-    This runs in the parent. Silence counts from the first heartbeat, which sets `first_heartbeat`. The first
-    heartbeat of a serving child sets `serving`."""
+    This runs in the parent. The first heartbeat of a child that has loaded sets `loaded`, and shortens the
+    allowed silence. The first heartbeat of a serving child sets `serving`."""
     os.set_blocking(fd, False)
     loop = asyncio.get_running_loop()
-    missed = 0
-    signs = b""
+    num_missed, is_hung = 0, False
 
     def on_readable() -> None:
-        nonlocal signs
-        loop.remove_reader(fd)
-        signs = _read(fd)
-        if signs:  # otherwise the child has ended
-            first_heartbeat.set()
+        nonlocal num_missed, is_hung
+        signs = os.read(fd, _READ_BYTES)
+        if not signs:  # the child has ended
+            loop.remove_reader(fd)
+            return
+        num_missed, is_hung = 0, _HUNG in signs
+        if signs.strip(_LOADING):
+            loaded.set()
+        if _SERVING in signs:
+            serving.set()
 
     loop.add_reader(fd, on_readable)
     try:
-        await first_heartbeat.wait()
-        while _HUNG not in signs and missed < MAX_MISSED:
-            if _SERVING in signs:
-                serving.set()
+        while not is_hung and num_missed < (MAX_MISSED if loaded.is_set() else MAX_MISSED_LOADING):
             await asyncio.sleep(PERIOD_S)
-            signs = _read(fd)
-            missed = 0 if signs else missed + 1
+            num_missed += 1
     finally:
         loop.remove_reader(fd)
         os.close(fd)
-
-
-def _read(fd: int) -> bytes:
-    try:
-        return os.read(fd, _READ_BYTES)
-    except BlockingIOError:
-        return b""

@@ -63,7 +63,7 @@ class ShardService(AdapterServicer):
         return pb.HealthResponse()
 
 
-def serve(config: ShardConfig) -> NoReturn:
+def serve(config: ShardConfig, heartbeat: Heartbeat) -> NoReturn:
     """Load the model and compute steps. Raises OperatorError before the first step.
 
     The process exits with status 0 on SIGTERM or SIGINT, and with status 1 when a step fails."""
@@ -88,7 +88,7 @@ def serve(config: ShardConfig) -> NoReturn:
         server.stop(None)
         _exit(1)
 
-    heartbeat = Heartbeat(config.heartbeat_fd, plan.on.compiler.is_compiling)
+    heartbeat.finish_loading(plan.on.compiler.is_compiling)
     StepLoop(runner, steps, heartbeat, fail).run()
 
 

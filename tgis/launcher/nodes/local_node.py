@@ -72,7 +72,7 @@ class LocalNode:
         await self.kill()
         self._shards = [self._child(index, start, listener) for index in range(self._configs.num_shards)]
         await asyncio.gather(*(child.start() for child in self._shards))
-        loaded = run_all(child.first_heartbeat.wait() for child in self._shards)
+        loaded = run_all(child.loaded.wait() for child in self._shards)
         await run_unless_ended(loaded, self.wait())
 
     async def wait(self) -> End:
