@@ -81,6 +81,7 @@ OURS = {
     "tgi_speculation_accepted_tokens": ("counter", set()),
     "tgi_speculation_drafts": ("counter", set()),
     "tgi_speculation_accepted_tokens_by_position": ("counter", {"position"}),
+    "tgi_speculator_active": ("gauge", set()),
     "tgi_resources_created": ("counter", {"kind"}),
     "tgi_resources_released": ("counter", {"kind"}),
     "tgi_open_descriptors": ("gauge", set()),

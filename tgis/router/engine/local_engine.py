@@ -58,13 +58,16 @@ class LocalEngine:
         info = await self._adapters.start()
         _check_capacity(config, info)
         budget = TokenBudget(config.max_step_tokens, config.decode_step_ms / 1000)
+        proposer = _open_proposer(config, info, budget)
+        if isinstance(proposer, ShardDrafts):
+            metrics.speculator_active.follow(lambda: proposer.follows_all)
         self._engine = Engine(
             self._adapters.residency,
             _open_pool(config, info),
             metrics,
             max_batch_size=config.max_batch_size,
             rope_switch_len=info.rope_switch_len,
-            proposer=_open_proposer(config, info, budget),
+            proposer=proposer,
             reserves_output=config.reserve_output,
             budget=budget,
             steps_in_flight=config.steps_in_flight,

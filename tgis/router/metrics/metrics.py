@@ -331,6 +331,11 @@ class Metrics(SeriesRegistry):
             "position",
         )
 
+        self.speculator_active = self._gauge(
+            "tgi_speculator_active",
+            "1 while new inputs get drafts of the speculator; 0: there is none, or its drafts do not pay",
+        )
+
     def _declare_tls(self) -> None:
         self.tls_seconds_left = self._gauge(
             "tgi_tls_certificate_seconds_left",

@@ -33,6 +33,8 @@ class Service:
     """Cost of a step with drafts."""
     follow_s: float = 0.0
     """Cost of following a sequence for a step."""
+    delay_s: float = 0.0
+    """Additional time of the next step with drafts."""
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
@@ -90,6 +92,9 @@ class Service:
         follow_s = num_followed * self.follow_s
         seconds = FIXED_S + count * ROW_S + num_drafts * self.draft_s + bool(results) * self.heads_s
         seconds += follow_s
+        if results:
+            seconds += self.delay_s
+            self.delay_s = 0.0
         self.seconds += seconds * (1 + IDLE * bool(results))
         step = Step(0, work, count, 0, num_drafts, 0, False, [], num_followed)
         if not results:
@@ -124,6 +129,19 @@ def test_heads_that_cost_more_than_they_save_are_not_used() -> None:
     assert sum(service.num_drafts.values()) < 100
 
 
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_slow_step_ends_drafts_for_a_short_time_only(count: int) -> None:
+    """Check that a delay of the first step with drafts, or of a later one, is not taken for their cost."""
+    service = Service(new_sequences(count), draft_s=0.0002, delay_s=1.0)
+    service.run_renewed(300, lambda _: 0.6)
+    for _ in range(2):
+        before = sum(service.num_drafts.values())
+        service.run_renewed(200, lambda _: 0.6)
+        assert sum(service.num_drafts.values()) - before > 150 * count
+        service.delay_s = 1.0
+        service.run_renewed(100, lambda _: 0.6)
+
+
 def test_full_steps_get_no_drafts() -> None:
     """Check that drafts which pay for one sequence are not used where each draft costs as much as a row."""
     service = Service(new_sequences(200), draft_s=0.0003).run(200, lambda _: 0.8)
@@ -134,11 +152,13 @@ def test_drafts_are_used_again_when_they_are_right() -> None:
     """Check that new sequences are followed again, and that these get drafts."""
     service = Service(new_sequences(4), draft_s=0.0002)
     service.run_renewed(1000, lambda _: 0.0)
+    assert not service.proposer.follows_all
     before = sum(service.num_drafts.values())
     service.run_renewed(2000, lambda _: 0.9)
     middle = sum(service.num_drafts.values())
     service.run_renewed(200, lambda _: 0.9)
     assert before < 200
+    assert service.proposer.follows_all
     assert sum(service.num_drafts.values()) - middle > 200 * 4 * 2
 
 

@@ -1,6 +1,7 @@
 """Drafts of the shards' speculator: decides how many each sequence gets, by their measured cost and the rates
 at which they were accepted."""
 
+import logging
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from operator import mul
@@ -12,10 +13,13 @@ from tgis.router.scheduling.prefix_cache import stop_following
 from tgis.router.scheduling.step import NO_DRAFTS, DraftResult, Drafts, Step
 from tgis.router.sequence import Sequence
 
+logger = logging.getLogger(__name__)
+
 FIRST_RATE = 0.5  # initial acceptance rate of every position
 MIN_WEIGHT = 1 / 32  # minimum weight of the newest draft in the rates of all sequences together
 SEQUENCE_WEIGHT = 1 / 16  # weight of the newest draft in the rates of its own sequence
 COST_DECAY = 0.9  # factor by which each observed cost reduces the weight of earlier ones
+MAX_COST = 4.0  # limit of an observed cost, in steps without drafts: more is a delay that has another cause
 FIRST_COST = 0.25  # limit of a draft's cost before the first one is observed, as a fraction of a step
 # The shards are idle between two steps for this fraction of a step if every sequence waits for its answer.
 WAIT_FRACTION = 0.15
@@ -90,6 +94,7 @@ class ShardDrafts:
         self._costs = Costs(0.0, 0.0, 0.0)
         self._left = 0
         self._pays = self._may_try = False
+        self._tries = False  # the next observed cost is that of a trial
         self._num_plain_steps = 0  # since the last step with drafts
         self._num_empty = 0  # requests for drafts since the last ones
         self._pause = MIN_PLAIN_STEPS
@@ -100,6 +105,11 @@ class ShardDrafts:
         self._follow_pause = 1
         self._num_failures = 0  # of the present trial
 
+    @property
+    def follows_all(self) -> bool:
+        """False while drafts are not expected to pay, so that new sequences are followed only for trials."""
+        return self._follows_all
+
     def begin(self, num_sequences: int, max_drafts: int) -> bool:
         """Begin a step with at most `max_drafts` drafts. Return whether any sequence should get drafts or
         wait."""
@@ -109,8 +119,6 @@ class ShardDrafts:
             return False
         self._left = max_drafts
         self._costs = costs = self._find_costs(step, num_sequences)
-        if costs.saved <= costs.per_draft:
-            return False
         if self._cost_fit.is_empty and self._num_plain_steps < MIN_PLAIN_STEPS:
             return False
         self._pays = self._find_gain(costs, min(num_sequences, len(self._followed))) > 0
@@ -121,7 +129,9 @@ class ShardDrafts:
         """Return True if the speculator should follow a new sequence: unless drafts have not paid for long.
         Then, if they are expected to pay for `num_sequences`, or for a trial."""
         is_trial = self._num_plain_steps >= self._follow_pause and not self._followed
-        self._follows_all = self._follows_all or self._would_pay(num_sequences)
+        if not self._follows_all and self._would_pay(num_sequences):
+            self._follows_all = True
+            logger.info("drafts of the speculator are expected to pay again: new inputs get some")
         if self._follows_all or is_trial or sequence in self._followed:
             self._followed.add(sequence)
             return True
@@ -148,35 +158,45 @@ class ShardDrafts:
 
     def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
         """Learn the acceptance rates, and the cost of drafts from the steps without prompts."""
-        num_drafts = self._observe_results(step, results)
+        results = list(results)
+        num_drafts = sum(result.num_drafts for result in results)
         if num_drafts and not step.num_prompts:
-            plain = self._predict(step.num_tokens - step.max_proposed)
-            self._cost_fit.observe(num_drafts, max(seconds - plain, 0.0))
+            self._observe_cost(step, num_drafts, seconds)
+        self._observe_results(step, results, num_drafts)
         if not step.max_proposed and not step.num_prompts:
             self._num_plain_steps += 1
             if step.num_followed:
                 self._follow_fit.observe(step.num_followed, follow_s)
         self._count_unpaid()
 
-    def _observe_results(self, step: Step, results: Iterable[DraftResult]) -> int:
-        """Learn the acceptance rates, and plan the next trial. Return the number of drafts."""
-        num_drafts = 0
+    def _observe_cost(self, step: Step, num_drafts: int, seconds: float) -> None:
+        if self._tries:  # an earlier step may have been slow for another reason
+            self._cost_fit = LinearFit(COST_DECAY)
+            self._tries = False
+        plain = self._predict(step.num_tokens - step.max_proposed)
+        self._cost_fit.observe(num_drafts, min(max(seconds - plain, 0.0), MAX_COST * plain))
+
+    def _observe_results(self, step: Step, results: list[DraftResult], num_drafts: int) -> None:
+        """Learn the acceptance rates, and plan the next trial."""
         expected = sum(self._rates.chances())
-        num_accepted = 0.0
         for result in results:
-            num_drafts += result.num_drafts
-            num_accepted = max(num_accepted, result.num_accepted)
             self._rates.observe(result.num_drafts, result.num_accepted)
             if (rates := self._rates_of.get(result.sequence)) is not None:
                 rates.observe(result.num_drafts, result.num_accepted)
         if num_drafts:
-            self._plan_next(is_promising=num_accepted > expected)
+            num_accepted = max(result.num_accepted for result in results)
+            self._plan_next(is_promising=num_accepted > expected and self._may_pay(step))
         elif step.max_proposed:
             self._num_empty += 1
             if self._num_empty >= MAX_EMPTY:
                 self._rates.observe(1, 0)
                 self._plan_next(is_promising=False)
-        return num_drafts
+
+    def _may_pay(self, step: Step) -> bool:
+        """Return True if drafts would pay in such a step if all were accepted."""
+        num_sequences = len(step.work)
+        costs = self._find_costs(self._predict(num_sequences), num_sequences)
+        return costs.saved > costs.per_draft
 
     def _count_unpaid(self) -> None:
         """Count steps in which drafts do not pay. After too many, let the shards follow no sequence."""
@@ -215,6 +235,7 @@ class ShardDrafts:
         if not self._may_try or max_drafts <= 0:
             return NO_DRAFTS
         self._may_try = False
+        self._tries = True
         return Drafts(max_proposed=max_drafts)
 
     def _plan_next(self, is_promising: bool) -> None:
@@ -236,7 +257,9 @@ class ShardDrafts:
         for sequence in self._followed:
             stop_following(sequence)
         self._followed.clear()
-        self._follows_all = False
+        if self._follows_all:
+            self._follows_all = False
+            logger.info("drafts of the speculator do not pay: it is no longer computed, except for trials")
         self._num_plain_steps = self._num_unpaid_steps = self._num_failures = 0
         self._pause = 1
         self._follow_pause = min(max(2 * self._follow_pause, MIN_FOLLOW_PAUSE), MAX_FOLLOW_PAUSE)
