@@ -22,6 +22,7 @@ class Steps:
 
     limits: RowLimits
     bytes_per_token: int
+    info: pb.InfoResponse = field(default_factory=pb.InfoResponse)
     tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     steps: list[pb.StepRequest] = field(default_factory=list)
@@ -74,11 +75,29 @@ def test_steps_are_such_as_the_router_sends(
     for step in steps.steps:
         for opened in step.opened_rows:
             held[opened.row] = 0
+        assert not step.max_drafts
         rows, ends, new = integers(step.rows), integers(step.ends), integers(step.num_new_blocks)
         for row, end, count in zip(rows.tolist(), ends.tolist(), new.tolist(), strict=True):
             held[row] += count
             assert held[row] == -(-end // block_size)
         assert len(integers(step.new_blocks)) == new.sum()
+
+
+@pytest.mark.parametrize(("length", "expected"), [(100, 5), (26, 4), (23, 1), (22, 0)])
+def test_drafts_are_proposed_where_they_fit(length: int, expected: int) -> None:
+    warm, steps = prepare(Demand(16, length, 1, None))
+    steps.info.max_drafts = 5
+    warm.compile()
+    [opened] = steps.steps[0].opened_rows
+    drafts = [integers(step.max_drafts).tolist() for step in steps.steps]
+    assert drafts == [[], [], [expected]] if expected else [[], []]
+    assert opened.prompt_len + opened.max_new_tokens <= length
+    if expected:
+        last = steps.steps[-1]
+        assert (*integers(last.starts), *integers(last.ends)) == (20, 21)
+        assert 21 + expected < opened.prompt_len + opened.max_new_tokens
+        num_blocks = sum(integers(step.num_new_blocks).sum() for step in steps.steps)
+        assert num_blocks == -(-(21 + expected) // 16)
 
 
 def test_the_memory_of_the_largest_step_is_measured() -> None:

@@ -59,17 +59,23 @@ class WarmUp:
     memory: Memory = field(default_factory=HostMemory)
 
     def compile(self, options: RowOptions = ALL) -> None:
-        """Run a prompt in two chunks and generate a token, so that no request waits for a compiler.
+        """Run a prompt in two chunks, generate a token, and propose drafts if there is a speculator, so that
+        no request waits for a compiler.
 
         Raises ProcessGroupError and UnsupportedModelError."""
         num_tokens = min(COMPILED_TOKENS, self.demand.max_sequence_length - 1)
         opened = self._open_rows(StepSize(1, num_tokens), options)
         length = opened[0].prompt_len
-        problems = []
-        for start, end in pairwise(sorted({0, length - 1, length})):
-            step = self._step(opened if start == 0 else [], [start], [end])
-            answer = self.runner.launch(step).answer()
-            problems += [error.message for error in answer.errors]
+        num_drafts = min(self.runner.info.max_drafts, self.demand.max_sequence_length - length - 2)
+        if num_drafts > 0:
+            opened[0].max_new_tokens = num_drafts + 2
+        steps = [
+            self._step(opened if start == 0 else [], [start], [end])
+            for start, end in pairwise(sorted({0, length - 1, length}))
+        ]
+        if num_drafts > 0:
+            steps.append(self._step([], [length], [length + 1], num_drafts))
+        problems = [error.message for step in steps for error in self.runner.launch(step).answer().errors]
         self.runner.reset()
         if self.group.min(-len(problems)):  # only rank 0's response lists the problems
             raise UnsupportedModelError(
@@ -137,9 +143,11 @@ class WarmUp:
             opened.cross_blocks = _column([0] * self._num_blocks(length))
         return opened
 
-    def _step(self, opened: list[pb.OpenRow], starts: list[int], ends: list[int]) -> pb.StepRequest:
+    def _step(
+        self, opened: list[pb.OpenRow], starts: list[int], ends: list[int], num_drafts: int = 0
+    ) -> pb.StepRequest:
         pairs = zip(starts, ends, strict=True)
-        new_blocks = [self._num_blocks(end) - self._num_blocks(start) for start, end in pairs]
+        new_blocks = [self._num_blocks(end + num_drafts) - self._num_blocks(start) for start, end in pairs]
         return pb.StepRequest(
             opened_rows=opened,
             rows=_column(range(len(ends))),
@@ -147,6 +155,7 @@ class WarmUp:
             ends=_column(ends),
             num_new_blocks=_column(new_blocks),
             new_blocks=_column([0] * sum(new_blocks)),
+            max_drafts=_column([num_drafts] * len(ends) if num_drafts else []),
             followed=bytes([1] * len(ends)),
         )
 
