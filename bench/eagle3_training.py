@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.speculator_files import report, write
+from bench.speculator_files import cross_entropy, report, write
 
 NUM_PASSES = 3
 CONTEXT = 64  # tokens of a prompt that are trained on
@@ -20,44 +20,46 @@ NUM_TEXTS = 6  # of a step
 LEARNING_RATE = 1e-3
 EPS = 1e-5
 THETA = 10000.0
-OTHER = -100  # target of tokens that the head does not know
 
 
 @dataclass(frozen=True)
 class TappedText:
-    """Tokens of a text, with the inner states that the head reads."""
+    """Tokens of a text, with the model's states and the inner ones that the head reads."""
 
     token_ids: Tensor  # int64 [num_tokens]
     inner: Tensor  # float16 [num_tokens, 3 * width]
+    states: Tensor  # float16 [num_tokens, width]
     prompt_len: int
 
     def crop(self) -> "TappedText":
         first = max(self.prompt_len - CONTEXT, 0)
-        return TappedText(self.token_ids[first:], self.inner[first:], self.prompt_len - first)
+        return TappedText(
+            self.token_ids[first:], self.inner[first:], self.states[first:], self.prompt_len - first
+        )
 
 
 @dataclass(frozen=True)
 class TextBatch:
     """Texts, padded at their ends. Place i has the states of token i and token i + 1; the head predicts token
-    i + 2 there."""
+    i + 2 there, which the model predicts from its state of token i + 1."""
 
     inner: Tensor  # float32 [n, num_places, 3 * width]
     token_ids: Tensor  # int64 [n, num_places]
-    targets: Tensor  # int64 [n, num_places], indices of known tokens, or OTHER
+    states: Tensor  # float32 [n, num_places, width], of the model
+    counts: Tensor  # bool [n, num_places], False in prompts and after ends
 
     @classmethod
-    def of(cls, texts: Sequence[TappedText], index: Tensor, num_known: int) -> "TextBatch":
+    def of(cls, texts: Sequence[TappedText]) -> "TextBatch":
         length = max(len(text.token_ids) for text in texts)
-        ids, inner, targets = [], [], []
+        ids, inner, states, counts = [], [], [], []
         for text in texts:
             missing = length - len(text.token_ids)
-            known = index[text.token_ids[2:]]
-            known = torch.where(known < num_known, known, OTHER)
-            known[: max(text.prompt_len - 2, 0)] = OTHER
-            targets.append(F.pad(known, (0, missing), value=OTHER))
             ids.append(F.pad(text.token_ids[1:-1], (0, missing)))
             inner.append(F.pad(text.inner[:-2].float(), (0, 0, 0, missing)))
-        return cls(torch.stack(inner), torch.stack(ids), torch.stack(targets))
+            states.append(F.pad(text.states[1:-1].float(), (0, 0, 0, missing)))
+            places = torch.arange(length - 2)
+            counts.append((places >= text.prompt_len - 2) & (places < len(text.token_ids) - 2))
+        return cls(*map(torch.stack, (inner, ids, states, counts)))
 
 
 class Eagle3Head(nn.Module):
@@ -93,8 +95,9 @@ class Eagle3Head(nn.Module):
         self.weights = nn.ParameterList([*values, head.clone()])
         self._heads, self._group, self._dim = heads, heads // kv_heads, dim
 
-    def run(self, batch: TextBatch) -> Iterator[Tensor]:
-        """Yield the scores of known tokens at all places, [n, num_places, num_known], of each pass."""
+    def run(self, batch: TextBatch, counts: Tensor) -> Iterator[Tensor]:
+        """Yield the scores of known tokens at the places of `counts`, bool [n, num_places], of each pass:
+        [num_counted, num_known]."""
         t = dict(zip(self.names, self.weights, strict=True))
         token = _norm(self.embedding[batch.token_ids], t["midlayer.input_layernorm"])
         states = batch.inner @ t["fc"].T
@@ -110,7 +113,7 @@ class Eagle3Head(nn.Module):
             fed = _norm(x, t["midlayer.post_attention_layernorm"])
             gate, up = (fed @ t[f"midlayer.mlp.{name}_proj"].T for name in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ t["midlayer.mlp.down_proj"].T
-            yield _norm(x, t["norm"]) @ t["lm_head"].T
+            yield _norm(x[counts], t["norm"]) @ t["lm_head"].T
             states = F.pad(x[:, :-1], (0, 0, 1, 0))  # the state before the next token is the head's own
 
     def _split(self, x: Tensor, copies: int, rotates: bool = True) -> Tensor:
@@ -173,22 +176,23 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
 
 
-def train_eagle3(head: Eagle3Head, texts: Sequence[TappedText], index: Tensor, seconds: float) -> None:
-    """Train for a time, with a learning rate that falls to zero."""
+def train_eagle3(head: Eagle3Head, texts: Sequence[TappedText], scores_of: Tensor, seconds: float) -> None:
+    """Train for a time, with a learning rate that falls to zero. The targets are the model's probabilities of
+    the known tokens, whose rows of its head are `scores_of`."""
     cropped = [text.crop() for text in texts if len(text.token_ids) > text.prompt_len + 1]
-    optimizer = torch.optim.AdamW(head.parameters(), LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(head.parameters(), LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.01)
     began = last = time.monotonic()
     while (elapsed := time.monotonic() - began) < seconds:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * elapsed / seconds))
         chosen = [cropped[i] for i in torch.randint(len(cropped), (NUM_TEXTS,)).tolist()]
-        batch = TextBatch.of(chosen, index, len(head.known))
-        losses = [
-            F.cross_entropy(scores.flatten(0, 1), batch.targets.flatten(), ignore_index=OTHER)
-            for scores in head.run(batch)
-        ]
+        batch = TextBatch.of(chosen)
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = batch.states[batch.counts] @ scores_of.T
+            losses = [cross_entropy(scores, wanted) for scores in head.run(batch, batch.counts)]
+            loss = torch.stack(losses).sum()
         optimizer.zero_grad()
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         if time.monotonic() - last > 20:
@@ -204,13 +208,13 @@ def measure_eagle3(head: Eagle3Head, texts: Sequence[TappedText], index: Tensor)
     for text in texts:
         if len(text.token_ids) <= text.prompt_len + NUM_PASSES:
             continue
-        batch = TextBatch.of([text], index, len(head.known))
+        batch = TextBatch.of([text])
         wanted = index[text.token_ids[2:]]
         right = torch.ones(len(wanted), dtype=torch.bool)
-        for number, scores in enumerate(head.run(batch)):
+        for number, scores in enumerate(head.run(batch, torch.ones_like(batch.counts))):
             # Draft `number` of a sequence is at the place `number` after that of its first draft.
             right = F.pad(right[:-1], (1, 0)) if number else right
-            right &= scores[0].argmax(-1) == wanted
+            right &= scores.argmax(-1) == wanted
             first = max(text.prompt_len - 2, 0) + number
             rights[number].append(right[first : len(wanted) - NUM_PASSES + 1 + number].float())
     return [torch.cat(each).mean().item() for each in rights]

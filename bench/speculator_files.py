@@ -1,10 +1,11 @@
-"""Files of trained speculators, and reports of their training."""
+"""Files of trained speculators, the loss of their training, and its reports."""
 
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,3 +18,8 @@ def write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], f
 
 def report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def cross_entropy(scores: Tensor, model_scores: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the probabilities, from scores [n, num_tokens], to the model's."""
+    return F.cross_entropy(scores.float(), model_scores.float().softmax(-1))

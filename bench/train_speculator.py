@@ -1,6 +1,6 @@
-"""Trains an MLP speculator, Medusa heads and an EAGLE-3 head for a model on its own answers, to measure
-speculation on real text. The prompts are about sections of this repository's documentation; every tenth is
-held out."""
+"""Trains an MLP speculator, Medusa heads and an EAGLE-3 head for a model on its own greedy answers, to
+measure speculation on real text. The prompts are about sections of this repository's documentation; every
+tenth is held out. The heads learn the model's probabilities of each next token, not only the chosen one."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from bench.eagle3_training import Eagle3Head, TappedText, measure_eagle3, train_eagle3
-from bench.real_model import convert_real_model
-from bench.speculator_files import report, write
+from bench.real_model import FILE, convert_real_model
+from bench.service import launch
+from bench.speculator_files import cross_entropy, report, write
 from tgis.shard.attention.interface import Attention, StepLayout
 from tgis.shard.attention.layered import open_attention
 from tgis.shard.collectives import ProcessGroup
@@ -29,13 +31,14 @@ from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.speculators.eagle3 import find_layers
+from tgis_client import Client, Parameters
 
 ALONE = ProcessGroup(0, 1)
 BLOCK_SIZE = 16
-NUM_ROWS = 32  # texts generated at once
+NUM_ROWS = 8  # texts whose states are computed at once
+NUM_CLIENTS = 64
 NEW_TOKENS = 160
 MAX_PROMPT_TOKENS = 300
-TEMPERATURE = 0.7
 KINDS = ("mlp", "medusa", "eagle3")
 HELD_OUT = 10  # every tenth prompt
 NUM_TOKENS = 3
@@ -63,17 +66,18 @@ class Example:
 
     @property
     def tapped(self) -> TappedText:
-        return TappedText(self.token_ids, self.inner, self.prompt_len)
+        return TappedText(self.token_ids, self.inner, self.states, self.prompt_len)
 
 
 class Runner:
-    """Model with a cache for NUM_ROWS texts."""
+    """Model that computes the states of texts. It has bfloat16 weights, as the service that generates the
+    answers."""
 
     def __init__(self, directory: Path) -> None:
         settings = json.loads((directory / "config.json").read_text())
-        self.model: Any = registry.load(directory, settings, ALONE, torch.float32)
+        self.model: Any = registry.load(directory, settings, ALONE, torch.bfloat16)
         assert isinstance(self.model, Decoder)
-        self._num_blocks = -(-(MAX_PROMPT_TOKENS + NEW_TOKENS) // BLOCK_SIZE)
+        self._num_blocks = -(-(MAX_PROMPT_TOKENS + 2 * NEW_TOKENS) // BLOCK_SIZE)
         cache = allocate_cache(self.model.spec, ALONE, NUM_ROWS * self._num_blocks, BLOCK_SIZE, torch.float32)
         self._attention: Attention = open_attention(cache, CpuAttention)
         self.layers = find_layers({}, self.model.spec.num_layers)
@@ -85,66 +89,72 @@ class Runner:
         return x.clone()
 
     @torch.inference_mode()
-    def compute(
-        self, rows: Sequence[int], token_ids: Sequence[list[int]], start: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the tokens of each row from `start` on. Return their final states, [num_tokens, width], and
-        the inner ones, [num_tokens, 3 * width]."""
-        new = [ids[begin:] for ids, begin in zip(token_ids, start, strict=True)]
-        tables = [range(row * self._num_blocks, (row + 1) * self._num_blocks) for row in rows]
-        positions = [torch.arange(begin, len(ids)) for ids, begin in zip(token_ids, start, strict=True)]
+    def compute(self, texts: Sequence[list[int]]) -> list[tuple[Tensor, Tensor]]:
+        """Return the final states of each text, [num_tokens, width], and the inner ones, [num_tokens,
+        3 * width]. At most NUM_ROWS texts."""
+        lengths = [len(ids) for ids in texts]
+        tables = [range(row * self._num_blocks, (row + 1) * self._num_blocks) for row in range(len(texts))]
         layout = StepLayout(
-            torch.tensor([0, *map(len, new)]).cumsum(0).to(torch.int32),
-            torch.cat(positions),
-            torch.tensor([*map(len, token_ids)], dtype=torch.int32),
+            torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+            torch.cat([torch.arange(length) for length in lengths]),
+            torch.tensor(lengths, dtype=torch.int32),
             torch.tensor([*map(list, tables)], dtype=torch.int32),
         )
-        ids = torch.tensor([token for part in new for token in part])
+        ids = torch.tensor([token for text in texts for token in text])
         inputs = StepInputs(ids, layout.positions, layout, self._attention.plan(layout, "self"))
         self._inner.clear()
         x, _ = self.model.forward_tapped(inputs, self._attention, self._taps)
         states: Tensor = self.model.final_states(x)
-        return states.clone(), torch.cat(self._inner, 1)
+        inner = torch.cat(self._inner, 1)
+        return [*zip(states.half().split(lengths), inner.half().split(lengths), strict=True)]
 
 
-def make_prompts() -> list[str]:
-    """Return prompts about paragraphs of the documentation."""
+def make_prompts(first_task: int = 0) -> list[str]:
+    """Return a prompt about each paragraph of the documentation, with the tasks in turn."""
     paragraphs = [
         paragraph.replace("\n", " ")
         for path in sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
         for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8"))
         if len(paragraph) > 150 and paragraph[0].isalpha() and "|" not in paragraph
     ]
-    return [CHAT.format(TASKS[i % len(TASKS)].format(text[:900])) for i, text in enumerate(paragraphs)]
-
-
-def generate(
-    runner: Runner, tokenizer: Tokenizer, prompts: Sequence[str], eos: int, is_greedy: bool
-) -> list[Example]:
-    """Return the model's answers to at most NUM_ROWS prompts."""
-    texts: list[list[int]] = [tokenizer.encode(prompt).ids[-MAX_PROMPT_TOKENS:] for prompt in prompts]
-    lengths = [len(ids) for ids in texts]
-    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]
-    live, start = list(range(len(texts))), [0] * len(texts)
-    while live:
-        states, inner = runner.compute(live, [texts[i] for i in live], [start[i] for i in live])
-        counts = [len(texts[i]) - start[i] for i in live]
-        ends = torch.tensor(counts).cumsum(0) - 1
-        scores = runner.model.scores(states[ends])
-        chosen = scores.argmax(-1)
-        if not is_greedy:
-            chosen = torch.multinomial((scores / TEMPERATURE).softmax(-1), 1)[:, 0]
-        pieces = zip(states.half().split(counts), inner.half().split(counts), strict=True)
-        for i, piece, token in zip(list(live), pieces, chosen.tolist(), strict=True):
-            parts[i].append(piece)
-            start[i] = len(texts[i])
-            texts[i].append(token)
-            if token == eos or len(texts[i]) - lengths[i] >= NEW_TOKENS:
-                live.remove(i)
     return [
-        Example(torch.tensor(ids[:-1]), *map(torch.cat, zip(*pieces, strict=True)), length)
-        for ids, pieces, length in zip(texts, parts, lengths, strict=True)
+        CHAT.format(TASKS[(i + first_task) % len(TASKS)].format(text[:900]))
+        for i, text in enumerate(paragraphs)
     ]
+
+
+def answer(prompts: Sequence[str], seconds: float) -> list[tuple[str, str]]:
+    """Return prompts and greedy answers of a service with its defaults: as many as it generates in a time."""
+    end = time.monotonic() + seconds
+    log = Path(".cache/bench/train-speculator.log")
+    with launch(FILE, log, []) as (target, _), Client(target) as client:
+
+        def ask(prompt: str) -> tuple[str, str]:
+            if time.monotonic() > end:
+                return prompt, ""
+            return prompt, client.generate(prompt, Parameters(max_new_tokens=NEW_TOKENS)).text
+
+        with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+            return [pair for pair in threads.map(ask, prompts) if pair[1]]
+
+
+def compute_examples(runner: Runner, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Example]:
+    """Return the states of prompts with their answers. Texts of similar lengths are computed together."""
+    texts = []
+    for prompt, text in pairs:
+        start = tokenizer.encode(prompt).ids[-MAX_PROMPT_TOKENS:]
+        added = tokenizer.encode(text, add_special_tokens=False).ids[: 2 * NEW_TOKENS]
+        texts.append((start + added, len(start)))
+    texts.sort(key=lambda each: len(each[0]))
+    examples = []
+    for first in range(0, len(texts), NUM_ROWS):
+        some = texts[first : first + NUM_ROWS]
+        computed = runner.compute([ids for ids, _ in some])
+        examples += [
+            Example(torch.tensor(ids), states, inner, length)
+            for (ids, length), (states, inner) in zip(some, computed, strict=True)
+        ]
+    return examples
 
 
 def index_tokens(known: Tensor, vocab_size: int) -> Tensor:
@@ -239,9 +249,9 @@ Heads = MLPHeads | MedusaHeads
 
 @dataclass(frozen=True)
 class Batches:
-    """Places in answers, with the states before them and the tokens after them."""
+    """Places in answers, with the states from there on and the tokens after them."""
 
-    states: Tensor  # float16 [n, width]
+    states: Tensor  # float16 [n, NUM_TOKENS + 1, width]
     token_ids: Tensor  # int64 [n, NUM_TOKENS + 1], the last token and its successors
 
     @classmethod
@@ -251,30 +261,28 @@ class Batches:
             first = example.prompt_len - 1
             count = len(example.token_ids) - NUM_TOKENS - 1 - first
             if count > 0:
-                states.append(example.states[first : first + count])
+                windows_of = example.states[first:].unfold(0, NUM_TOKENS + 1, 1)[:count]
+                states.append(windows_of.transpose(1, 2))
                 windows.append(example.token_ids[first + 1 :].unfold(0, NUM_TOKENS + 1, 1)[:count])
         return cls(torch.cat(states), torch.cat(windows))
 
 
-def train(heads: Heads, batches: Batches, known: Tensor, vocab_size: int, seconds: float) -> None:
-    """Train for a time, with a learning rate that falls to zero."""
-    index = index_tokens(known, vocab_size)
-    rest = math.log(vocab_size - len(known))
-    optimizer = torch.optim.AdamW(heads.parameters(), LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+def train(heads: Heads, batches: Batches, head: Tensor, seconds: float) -> None:
+    """Train for a time, with a learning rate that falls to zero. The targets are the model's probabilities of
+    the tokens of `head`."""
+    optimizer = torch.optim.AdamW(heads.parameters(), LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.01)
     began = last = time.monotonic()
     while (elapsed := time.monotonic() - began) < seconds:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * elapsed / seconds))
         at = torch.randint(len(batches.states), (BATCH,))
-        ids = batches.token_ids[at]
-        losses = []
-        for stage, scores in enumerate(
-            heads.run(batches.states[at].float(), lambda i, _, ids=ids: ids[:, i])
-        ):
-            # All tokens that never occur have the score 0.
-            full = F.pad(scores, (0, 1), value=rest)
-            losses.append(F.cross_entropy(full, index[ids[:, stage + 1]]))
-        loss = torch.stack(losses).sum()
+        states, ids = batches.states[at].float(), batches.token_ids[at]
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [
+                cross_entropy(scores, states[:, stage + 1] @ head.T)
+                for stage, scores in enumerate(heads.run(states[:, 0], lambda i, _, ids=ids: ids[:, i]))
+            ]
+            loss = torch.stack(losses).sum()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -286,7 +294,7 @@ def train(heads: Heads, batches: Batches, known: Tensor, vocab_size: int, second
 @torch.inference_mode()
 def measure(heads: Heads, batches: Batches, known: Tensor) -> list[float]:
     """Return the share of places at which the first proposal is right, the first two are, and so on."""
-    states, ids = batches.states.float(), batches.token_ids
+    states, ids = batches.states[:, 0].float(), batches.token_ids
     right = torch.ones(len(ids), dtype=torch.bool)
     rates = []
 
@@ -300,22 +308,17 @@ def measure(heads: Heads, batches: Batches, known: Tensor) -> list[float]:
 
 
 def collect(runner: Runner, directory: Path, seconds: float) -> tuple[list[Example], list[Example]]:
-    """Return examples to train on and held-out ones, generated for a time."""
+    """Return examples to train on and held-out ones, whose answers are generated in a time."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    eos = tokenizer.token_to_id("<|im_end|>")
-    prompts = make_prompts()
-    held_out = prompts[::HELD_OUT][:NUM_ROWS]
-    others = [prompt for i, prompt in enumerate(prompts) if i % HELD_OUT]
-    examples: list[Example] = []
-    began, first, is_greedy = time.monotonic(), 0, True
-    while time.monotonic() - began < seconds:
-        chunk = others[first : first + NUM_ROWS]
-        first += NUM_ROWS
-        if first >= len(others):
-            first, is_greedy = 0, False
-        examples += generate(runner, tokenizer, chunk, eos, is_greedy)
-        report(f"{time.monotonic() - began:.0f} s: {len(examples)} answers")
-    return examples, generate(runner, tokenizer, held_out, eos, is_greedy=True)
+    prompts = [make_prompts(first) for first in range(len(TASKS))]
+    held_out = prompts[0][::HELD_OUT]
+    others = [prompt for each in prompts for i, prompt in enumerate(each) if i % HELD_OUT]
+    pairs = answer([*held_out, *others], seconds)
+    report(f"{len(pairs)} answers")
+    began = time.monotonic()
+    examples = compute_examples(runner, tokenizer, pairs[len(held_out) :])
+    report(f"{time.monotonic() - began:.0f} s for their states")
+    return examples, compute_examples(runner, tokenizer, pairs[: len(held_out)])
 
 
 def main() -> None:
@@ -324,9 +327,14 @@ def main() -> None:
     )
     parser.add_argument("output", type=Path, help="directory; each kind gets a folder in it")
     parser.add_argument(
-        "--generate-s", type=float, default=420, help="time for answers (default %(default)s)"
+        "--generate-s", type=float, default=330, help="time for answers (default %(default)s)"
     )
-    parser.add_argument("--train-s", type=float, default=300, help="time for each kind (default %(default)s)")
+    parser.add_argument(
+        "--train-s",
+        type=float,
+        default=150,
+        help="time for each kind, and three times as long for EAGLE-3 (default %(default)s)",
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="default: all")
     parser.add_argument("--inner-dim", type=int, default=192, help="of the MLP (default %(default)s)")
     options = parser.parse_args()
@@ -347,13 +355,13 @@ def main() -> None:
     rates: dict[str, list[float]] = {}
     for name, heads in kinds.items():
         if name in options.kinds:
-            train(heads, train_on, known, vocab_size, options.train_s)
+            train(heads, train_on, head, options.train_s)
             heads.save(options.output / name)
             rates[name] = measure(heads, test_on, known)
     if "eagle3" in options.kinds:
         eagle3 = make_eagle3(directory, runner, head, known)
         index = index_tokens(known, vocab_size)
-        train_eagle3(eagle3, [each.tapped for each in examples], index, options.train_s)
+        train_eagle3(eagle3, [each.tapped for each in examples], head, 3 * options.train_s)
         eagle3.save(options.output / "eagle3")
         rates["eagle3"] = measure_eagle3(eagle3, [each.tapped for each in held_out], index)
     figures = {name: {"right": each, "tokens_per_step": 1 + sum(each)} for name, each in rates.items()}
