@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.shard.drafting import DraftingRouter, draft_on_rank
-from tests.support.shard.driver import Router, configure
+from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.messages import Steps, integers, open_row
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import Copies, serve
@@ -82,6 +82,20 @@ def test_proposals_are_the_plain_models_and_outputs_do_not_change(
             continue
         (text, *_) = (text for text in base.texts if text.token_ids[: len(known)] == known)
         assert proposed == heads.propose(text.states[len(known) - 2], known[-1], len(proposed))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "medusa"])
+def test_heads_of_a_quantized_model_are_rounded_and_outputs_do_not_change(
+    base: Base, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests: list[Request] = [*make_requests()]
+    Router(load(configure(base.directory, quantize="int8")), 3).run(list(requests))
+    speculator = MAKERS[kind](base).write(tmp_path / "speculator")
+    with caplog.at_level("INFO"):
+        runner = load(configure(base.directory, speculator=str(speculator), quantize="int8"))
+    assert "the weights of the speculator's layers are stored as 8-bit codes" in caplog.messages
+    assert isinstance(runner, HostModelRunner)
+    assert check_outputs(runner, base._replace(requests=requests)).num_right > 20
 
 
 def test_wrong_proposals_change_nothing(base: Base, tmp_path: Path) -> None:

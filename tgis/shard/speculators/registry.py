@@ -1,5 +1,6 @@
 """Registry of the kinds of speculators. Loads the one in a directory."""
 
+import logging
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -19,12 +20,16 @@ from tgis.shard.models.config_reader import Config
 from tgis.shard.models.interface import Model, ModelSpec, SpeculativeModel, UnsupportedModelError
 from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
+from tgis.shard.quant.schemes.none import UNQUANTIZED
 from tgis.shard.speculators import draft_model, eagle, eagle3, medusa, mlp, mtp
 from tgis.shard.speculators.draft_head import DraftHead
 from tgis.shard.speculators.draft_model import DraftModel
 from tgis.shard.speculators.finite_weights import FiniteWeights
 from tgis.shard.speculators.interface import Served, Speculator, SpeculatorError
+
+logger = logging.getLogger(__name__)
 
 
 class SpeculatorKind(Protocol):
@@ -52,9 +57,12 @@ KINDS: tuple[SpeculatorKind, ...] = (mlp, medusa, eagle3, eagle)
 AnySpeculator = Speculator | DraftHead | DraftModel
 
 
-def load_speculator(name: str, model: Model, served: Served, dtype: torch.dtype) -> AnySpeculator:
+def load_speculator(
+    name: str, model: Model, served: Served, dtype: torch.dtype, scheme: Scheme = UNQUANTIZED
+) -> AnySpeculator:
     """Load the speculator in the directory of that name, or the one in the model's checkpoint, whole on every
-    rank, with weights in `dtype`. Raises SpeculatorError if it cannot be used with the model."""
+    rank, with weights in `dtype`. `scheme` applies to heads with a checkpoint of their own. Raises
+    SpeculatorError if it cannot be used with the model."""
     try:
         if name == MTP:
             return _load_mtp(model, served, dtype)
@@ -64,7 +72,7 @@ def load_speculator(name: str, model: Model, served: Served, dtype: torch.dtype)
         decoder = _check_model(model, draft_model.NAME if kind is None else kind.NAME)
         if kind is None:
             return draft_model.load_draft_model(directory, config, decoder, served, dtype)
-        return _load(directory, config, kind, decoder, dtype)
+        return _load(directory, config, kind, decoder, dtype, scheme)
     except (ModelNotFoundError, UnsupportedModelError, WeightsError) as error:
         raise SpeculatorError(f"--speculator {name}: {error}") from error
 
@@ -155,12 +163,20 @@ def _find_kind(directory: Path, config: Config) -> SpeculatorKind | None:
 
 
 def _load(
-    directory: Path, config: Config, kind: SpeculatorKind, model: SpeculativeModel, dtype: torch.dtype
+    directory: Path,
+    config: Config,
+    kind: SpeculatorKind,
+    model: SpeculativeModel,
+    dtype: torch.dtype,
+    scheme: Scheme,
 ) -> Speculator | DraftHead:
+    if scheme.layout is not None:
+        logger.info("the weights of the speculator's layers are stored as %d-bit codes", scheme.layout.bits)
     checkpoint = Checkpoint(directory, kind.FILES)
     device = model.parts.kernels.device
     with FiniteWeights(directory, kind.sources(config), kind.PREFIX, checkpoint=checkpoint) as weights:
-        parts = Parts(ProcessGroup(0, 1, device=device), weights, dtype, model.parts.kernels)
+        group = ProcessGroup(0, 1, device=device)
+        parts = Parts(group, weights, dtype, model.parts.kernels, scheme=scheme)
         speculator = kind.build(config, parts, model)
         if unread := min(weights.list_unread(), default=None):
             raise WeightsError(f"tensor {unread} is not read: its config.json belongs to another speculator")

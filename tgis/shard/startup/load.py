@@ -30,8 +30,10 @@ from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.rope_option import read_rope_option
 from tgis.shard.quant.formats.settings import read_settings
+from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
 from tgis.shard.quant.schemes import int8
+from tgis.shard.quant.schemes.none import UNQUANTIZED
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
@@ -178,7 +180,14 @@ class LoadPlan:
             raise SpeculatorError(f"--speculator {path}: speculators run only on CPUs: set --device cpu")
         length = self.demand.max_sequence_length
         served = Served(self._directory, self.settings, self.tokenizer_directory, length)
-        return load_speculator(path, model, served, self.dtype)
+        return load_speculator(path, model, served, self.dtype, self._choose_speculator_scheme())
+
+    def _choose_speculator_scheme(self) -> Scheme:
+        """Return how the weights of a speculator's heads are stored. Drafts change no output, so those of a
+        quantized model are rounded to 8 bits."""
+        is_quantized = quantize_check.find_layout(self.config, self.settings) is not None
+        has_products = self.on.kernels.find_code_packer(int8.LAYOUT) is not None
+        return find_scheme("int8") if is_quantized and has_products else UNQUANTIZED
 
     def _open_probe(self, group: ProcessGroup) -> Probe | None:
         longest = min(self.demand.max_sequence_length - 1, self.config.max_step_tokens)
