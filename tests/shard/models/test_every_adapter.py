@@ -1,5 +1,6 @@
 """LoRA adapters on every family, on one rank and two, alone and with rows that have other adapters or none,
-against peft. `make test` runs every family at least once; `make test-all` runs all combinations."""
+against peft. `make test` runs every family without kin at least once; `make test-all` runs all
+combinations."""
 
 import pytest
 
