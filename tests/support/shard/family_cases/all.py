@@ -35,6 +35,7 @@ KIN = {
     "granitemoeshared": "granitemoe",
     "granitemoe_swa": "gpt_oss",
     "glm4_moe": "deepseek_v3",
+    "qwen3_5": "qwen3_next",
     "qwen3_5_moe": "qwen3_next",
     "mamba2": "nemotron_h",
 }
