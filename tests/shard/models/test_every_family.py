@@ -1,6 +1,6 @@
 """Every variant of each family's checkpoints, on one, two and four ranks, alone and in a batch, against
-transformers. `make test` runs every case once, such that each family runs alone and in a batch, and without
-kin also with each number of ranks; `make test-all` runs all combinations."""
+transformers. `make test` runs every case once, such that each family runs alone and in a batch, and with each
+number of ranks if it is not in KIN; `make test-all` runs all combinations."""
 
 import itertools
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def test_every_model_type_has_a_case() -> None:
 
 
 def test_every_family_runs_with_every_number_of_ranks_and_batch() -> None:
-    """Also in `make test`, where every case runs; those with kin on one rank."""
+    """Also in `make test`, where every case runs, but families in KIN only on one rank."""
     quick = [cell for cell in list_cells() if cell[3]]
     assert {case for case, *_ in quick} == CASES.keys()
     for family in {family_of(case) for case in CASES}:

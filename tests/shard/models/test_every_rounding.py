@@ -1,5 +1,5 @@
 """`--quantize int8` and `--cpu-arithmetic bfloat16` on every family, against transformers in float32. `make
-test` runs one case of each family without kin with int8."""
+test` runs one case of each family that is not in KIN with int8."""
 
 import itertools
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ OPTIONS = {"int8": {"quantize": "int8"}, "bfloat16": {"cpu_arithmetic": "bfloat1
 
 
 def plan() -> Iterator[object]:
-    """Yield every case; all are slow but the first of each family without kin with int8."""
+    """Yield every case; all are slow but the first with int8 of each family that is not in KIN."""
     met = {*KIN}
     for kept, name in itertools.product(OPTIONS, CASES):
         family = family_of(name)

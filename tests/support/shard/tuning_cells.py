@@ -23,8 +23,8 @@ TURNS = [(1, "alone"), (2, "mixed"), (1, "mixed"), (1, "alone"), (2, "alone"), (
 
 
 def list_cells(peculiar: Collection[str]) -> Iterator[tuple[str, int, str, bool]]:
-    """Yield the case, ranks, company, and whether `make test` runs it: of each family without kin its
-    peculiar cases, or else one, with the ranks and company in turn."""
+    """Yield the case, ranks, company, and whether `make test` runs it: of each family that is not in
+    KIN its peculiar cases, or else one, with the ranks and company in turn."""
     turn = 0
     for family, group in itertools.groupby(CASES, family_of):
         cases, quick = list(group), set[tuple[str, int, str]]()
@@ -55,7 +55,7 @@ TOLERANCE = 3e-4
 
 
 def check_plan(peculiar: Set[str]) -> None:
-    """Check that `make test` covers every family or its kin, all numbers of ranks and all company in turn."""
+    """Check that `make test` covers every family, or the one that KIN names for it, and all cells."""
     quick = [cell for cell in list_cells(peculiar) if cell[3]]
     covered = {family_of(case) for case, *_ in quick}
     assert covered | KIN.keys() == {family_of(case) for case in CASES}

@@ -17,7 +17,7 @@ ENCODER_DECODERS = {"t5", "bart"}
 
 
 def plan() -> Iterator[object]:
-    """Yield every decoder; all are slow but the first of each family without kin."""
+    """Yield every decoder; all are slow but the first of each family that is not in KIN."""
     met = {*KIN}
     for case in CASES:
         family = family_of(case)

@@ -21,8 +21,9 @@ CASES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-# Families, by their modules, whose kinds of layers another family has too. `make test` runs all their cases
-# only on one rank, in float32 and without adapters; `make test-all` runs them in all combinations.
+# For families whose kinds of layers another family has too: that family, both by their modules. `make test`
+# runs all their cases, but only on one rank, in float32, without soft prompts and without adapters; `make
+# test-all` runs all combinations.
 KIN = {
     "ministral3": "mistral",
     "mistral4": "deepseek_v3",
