@@ -7,18 +7,23 @@ import pytest
 import torch
 
 from tests.support.shard.checkpoints import edit_config, write_llama, write_model
-from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.family_cases.all import CASES, KIN, family_of
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.models import registry, skeleton
 from tgis.shard.models.interface import AdaptableModel
-from tgis.shard.models.registry import FAMILIES
 
 # The last case of each family.
-OF_FAMILY = {FAMILIES[make().model_type].__name__: name for name, make in CASES.items()}
+OF_FAMILY = {family_of(name): name for name in CASES}
 
 
-@pytest.mark.parametrize("case", OF_FAMILY.values())
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if family in KIN else [])
+        for family, case in OF_FAMILY.items()
+    ],
+)
 def test_it_equals_the_model(case: str, tmp_path: Path) -> None:
     write_model(tmp_path, CASES[case]())
     config = json.loads((tmp_path / "config.json").read_text())

@@ -53,7 +53,8 @@ class AdapterCase:
             tensors, scales = read_adapter_files(files, 1 << 20)
             self.copies = self.copies.put("adapter", tensors, {"scales": scales})
             digest = self.copies.digests[-1]
-            self.asked += [Asked(ids, digest, tuned.answer(ids)) for ids in (middle, long)]
+            inputs = (middle, long) if kind == "linear" else (middle,)
+            self.asked += [Asked(ids, digest, tuned.answer(ids)) for ids in inputs]
 
     def request(self, asked: Asked) -> Request:
         prompt, encoder = asked.token_ids, list[int]()

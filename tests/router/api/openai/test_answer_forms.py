@@ -182,8 +182,17 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("are_marks", [False, True])
-@pytest.mark.parametrize("kind", ["glm45", "qwen3_coder", "deepseek_v32"])
+@pytest.mark.parametrize(
+    ("kind", "are_marks"),
+    [
+        ("glm45", True),
+        ("qwen3_coder", False),
+        ("deepseek_v32", True),
+        pytest.param("glm45", False, marks=pytest.mark.slow),
+        pytest.param("qwen3_coder", True, marks=pytest.mark.slow),
+        pytest.param("deepseek_v32", False, marks=pytest.mark.slow),
+    ],
+)
 def test_texts_between_tags_keep_their_bounds(
     kind: str, are_marks: bool, vocabularies: dict[bool, Tokenizer]
 ) -> None:

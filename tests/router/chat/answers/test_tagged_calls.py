@@ -75,6 +75,7 @@ def test_calls_are_those_of_a_second_reader(kind: str) -> None:
 
 
 GLM = "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>"
+GLM47 = "<tool_call>f<arg_key>s</arg_key><arg_value>"
 QWEN = "<tool_call>\n<function=f>\n<parameter=n>\n"
 DSML = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="'
 MALFORMED = ["<tool_call>f", "<tool_call>f_lon\n</tool_call>", "<tool_call>nope\n</tool_call>"]
@@ -91,6 +92,7 @@ def test_text_that_is_no_call_is_content(text: str) -> None:
     [
         ("glm45", f"{GLM}1</arg_value>\n", "", '{"s": "1"}'),
         ("glm45", f"{GLM}wo", "", '{"s": '),
+        ("glm45", f"{GLM47}1</arg_value></tool_call>", "", '{"s": "1"}'),
         ("qwen3_coder", f"hi\n{QWEN}True\n</parameter>\n</function>\n</tool_", "hi", '{"n": true}'),
         ("deepseek_v32", f'{DSML}n" string="false">1</｜DSML｜par', "", '{"n": '),
         ("deepseek_v32", f'hi\n\n{DSML}n" string="true">1</｜DSML｜parameter>\n', "hi", '{"n": "1"}'),

@@ -21,6 +21,27 @@ CASES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
+# For families whose kinds of layers another family has too: that family, both by their modules. `make test`
+# runs all their cases, but only on one rank, in float32, without soft prompts and without adapters; `make
+# test-all` runs all combinations.
+KIN = {
+    "ministral3": "mistral",
+    "mistral4": "deepseek_v3",
+    "deepseek_v2": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
+    "smollm3": "llama",
+    "granite_swa": "gpt_oss",
+    "olmo3": "olmo2",
+    "qwen2_moe": "qwen3_next",
+    "granitemoeshared": "granitemoe",
+    "granitemoe_swa": "gpt_oss",
+    "glm4_moe": "deepseek_v3",
+    "qwen3_5": "qwen3_next",
+    "qwen3_5_moe": "qwen3_next",
+    "mamba2": "nemotron_h",
+}
+
+
 @cache
 def family_of(case: str) -> str:
     return FAMILIES[CASES[case]().model_type].__name__.rpartition(".")[2]

@@ -445,6 +445,9 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "granitemoehybrid_attention_only": lambda: hf.GraniteMoeHybridConfig(
         **hybrid(num_local_experts=0, layer_types=["full_attention"] * 2, position_embedding_type="rope")
     ),
+    "granitemoehybrid_mamba_only": lambda: hf.GraniteMoeHybridConfig(
+        **hybrid(num_local_experts=0, layer_types=["linear_attention"] * 2, mamba_n_groups=2)
+    ),
     "qwen3_next": lambda: hf.Qwen3NextConfig(**delta_net_experts()),
     "qwen3_next_some_dense_biases": lambda: hf.Qwen3NextConfig(
         **delta_net_experts(
@@ -468,9 +471,6 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "qwen3_5_moe_text": lambda: hf.Qwen3_5MoeTextConfig(**without_width(delta_net_experts())),
     "qwen3_5_moe_multimodal": lambda: hf.Qwen3_5MoeConfig(
         text_config=without_width(delta_net_experts(linear_value_head_dim=32)), vision_config=QWEN_VISION
-    ),
-    "granitemoehybrid_mamba_only": lambda: hf.GraniteMoeHybridConfig(
-        **hybrid(num_local_experts=0, layer_types=["linear_attention"] * 2, mamba_n_groups=2)
     ),
     "starcoder2": lambda: hf.Starcoder2Config(**sizes(sliding_window=5)),
 }
