@@ -1,5 +1,5 @@
 """LoRA adapters on every family, on one rank and two, alone and with rows that have other adapters or none,
-against peft. `make test` runs every family that is not in KIN at least once; `make test-all` runs
+against peft. `make test` runs every family that is not in COVERED_BY at least once; `make test-all` runs
 all combinations."""
 
 import pytest

@@ -1,6 +1,6 @@
 """Every variant of each family's checkpoints, on one, two and four ranks, alone and in a batch, against
 transformers. `make test` runs every case once, such that each family runs alone and in a batch, and with each
-number of ranks if it is not in KIN; `make test-all` runs all combinations."""
+number of ranks if it is not in COVERED_BY; `make test-all` runs all combinations."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import Request
-from tests.support.shard.family_cases.all import CASES, KIN, family_of
+from tests.support.shard.family_cases.all import CASES, COVERED_BY, family_of
 from tests.support.shard.family_oracle import NEW_TOKENS, Answer, Oracle, check, draw_inputs
 from tests.support.shard.messages import GREEDY, SAMPLE
 from tests.support.shard.ranks import Ranks
@@ -28,9 +28,9 @@ def list_cells() -> Iterator[tuple[str, int, str, bool]]:
     such cells."""
     for family, group in itertools.groupby(CASES, family_of):
         cases, sizes = list(group), (1, 2, 4) if family in FOUR_RANKS else (1, 2)
-        cells = list(itertools.product((1,) if family in KIN else sizes, COMPANY))
+        cells = list(itertools.product((1,) if family in COVERED_BY else sizes, COMPANY))
         diagonal = sorted(cells, key=lambda cell: (sizes.index(cell[0]) + COMPANY.index(cell[1])) % 2)
-        turns = range(max(len(cases), len(COMPANY), 0 if family in KIN else len(sizes)))
+        turns = range(max(len(cases), len(COMPANY), 0 if family in COVERED_BY else len(sizes)))
         quick = {(cases[turn % len(cases)], *diagonal[turn % len(diagonal)]) for turn in turns}
         for cell in itertools.product(cases, sizes, COMPANY):
             yield *cell, cell in quick
@@ -80,11 +80,11 @@ def test_every_model_type_has_a_case() -> None:
 
 
 def test_every_family_runs_with_every_number_of_ranks_and_batch() -> None:
-    """Also in `make test`, where every case runs, but families in KIN only on one rank."""
+    """Also in `make test`, where every case runs, but families in COVERED_BY only on one rank."""
     quick = [cell for cell in list_cells() if cell[3]]
     assert {case for case, *_ in quick} == CASES.keys()
     for family in {family_of(case) for case in CASES}:
-        sizes = {1} if family in KIN else {1, 2, 4} if family in FOUR_RANKS else {1, 2}
+        sizes = {1} if family in COVERED_BY else {1, 2, 4} if family in FOUR_RANKS else {1, 2}
         met = [cell for cell in quick if family_of(cell[0]) == family]
         assert {size for _, size, *_ in met} == sizes
         assert {company for *_, company, _ in met} == set(COMPANY)

@@ -1,5 +1,5 @@
 """`--quantize int8` and `--cpu-arithmetic bfloat16` on every family, against transformers in float32. `make
-test` runs one case of each family that is not in KIN with int8."""
+test` runs one case of each family that is not in COVERED_BY with int8."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import Request, Router, configure
-from tests.support.shard.family_cases.all import CASES, KIN, family_of
+from tests.support.shard.family_cases.all import CASES, COVERED_BY, family_of
 from tests.support.shard.family_oracle import NEW_TOKENS, draw_inputs, load_model
 from tgis.shard.startup.load import load
 
@@ -33,8 +33,8 @@ OPTIONS = {"int8": {"quantize": "int8"}, "bfloat16": {"cpu_arithmetic": "bfloat1
 
 
 def plan() -> Iterator[object]:
-    """Yield every case; all are slow but the first with int8 of each family that is not in KIN."""
-    met = {*KIN}
+    """Yield every case; all are slow but the first with int8 of each family that is not in COVERED_BY."""
+    met = {*COVERED_BY}
     for kept, name in itertools.product(OPTIONS, CASES):
         family = family_of(name)
         is_slow = kept != "int8" or family in met

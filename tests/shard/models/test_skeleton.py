@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.shard.checkpoints import edit_config, write_llama, write_model
-from tests.support.shard.family_cases.all import CASES, KIN, family_of
+from tests.support.shard.family_cases.all import CASES, COVERED_BY, family_of
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.models import registry, skeleton
@@ -20,7 +20,7 @@ OF_FAMILY = {family_of(name): name for name in CASES}
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.slow] if family in KIN else [])
+        pytest.param(case, marks=[pytest.mark.slow] if family in COVERED_BY else [])
         for family, case in OF_FAMILY.items()
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from transformers import PretrainedConfig
 
 from tests.support.shard.driver import Request
-from tests.support.shard.family_cases.all import CASES, KIN, family_of
+from tests.support.shard.family_cases.all import CASES, COVERED_BY, family_of
 from tests.support.shard.family_oracle import Answer, check
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import Copies, serve
@@ -27,11 +27,11 @@ ON_TWO_RANKS = {"deepseek_v3", "qwen3_next", "nemotron_h"}
 
 def list_cells(peculiar: Collection[str]) -> Iterator[tuple[str, int, str, bool]]:
     """Yield the case, ranks, company, and whether `make test` runs it: of each family that is not in
-    KIN its peculiar cases, or else one, with the ranks and company in turn."""
+    COVERED_BY its peculiar cases, or else one, with the ranks and company in turn."""
     turn = 0
     for family, group in itertools.groupby(CASES, family_of):
         cases, quick = list(group), set[tuple[str, int, str]]()
-        if family not in KIN:
+        if family not in COVERED_BY:
             chosen = [case for case in cases if case in peculiar] or [cases[turn % len(cases)]]
             quick = {(case, *TURNS[(turn + i) % len(TURNS)]) for i, case in enumerate(chosen)}
             turn += 1
@@ -58,11 +58,11 @@ TOLERANCE = 3e-4
 
 
 def check_plan(peculiar: Set[str]) -> None:
-    """Check that `make test` covers every family, or the one that KIN names for it, and all cells."""
+    """Check that `make test` covers every family, or the one that COVERED_BY names for it, and all cells."""
     quick = [cell for cell in list_cells(peculiar) if cell[3]]
     covered = {family_of(case) for case, *_ in quick}
-    assert covered | KIN.keys() == {family_of(case) for case in CASES}
-    assert covered >= {*KIN.values()}
+    assert covered | COVERED_BY.keys() == {family_of(case) for case in CASES}
+    assert covered >= {*COVERED_BY.values()}
     assert peculiar <= {case for case, *_ in quick}
     assert {family_of(case) for case, size, *_ in quick if size == 2} >= ON_TWO_RANKS
     assert {(size, company) for _, size, company, _ in quick} == set(CELLS)

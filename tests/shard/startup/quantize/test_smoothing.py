@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.shard.checkpoints import write_model
-from tests.support.shard.family_cases.all import CASES, KIN, family_of
+from tests.support.shard.family_cases.all import CASES, COVERED_BY, family_of
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.smoothed import compute
 from tests.support.shard.stepping import ALONE
@@ -17,8 +17,8 @@ ENCODER_DECODERS = {"t5", "bart"}
 
 
 def plan() -> Iterator[object]:
-    """Yield every decoder; all are slow but the first of each family that is not in KIN."""
-    met = {*KIN}
+    """Yield every decoder; all are slow but the first of each family that is not in COVERED_BY."""
+    met = {*COVERED_BY}
     for case in CASES:
         family = family_of(case)
         if family not in ENCODER_DECODERS:

@@ -24,7 +24,7 @@ CASES: dict[str, Callable[[], PretrainedConfig]] = {
 # For families whose kinds of layers another family has too: that family, both by their modules. `make test`
 # runs all their cases, but only on one rank, in float32, without soft prompts and without adapters; `make
 # test-all` runs all combinations.
-KIN = {
+COVERED_BY = {
     "ministral3": "mistral",
     "mistral4": "deepseek_v3",
     "deepseek_v2": "deepseek_v3",
