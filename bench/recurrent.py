@@ -1,8 +1,8 @@
-"""`python -m bench.recurrent`: measure prompts and decode steps of models with recurrent layers beside a model
-with only attention, all with about the same number of weights, in turns in one run.
+"""`python -m bench.recurrent`: measure prompts and decode steps of models with recurrent layers beside a
+model with only attention, all with about the same number of weights, in turns in one run.
 
-A prompt's share of the products is the time that the machine needs for the model's matrix products at its rate
-of one large product in the same arithmetic, divided by the time of the prompt."""
+A prompt's share of the products is the time that the machine needs for the model's matrix products, at its
+rate of one large product in the same arithmetic, divided by the time of the prompt."""
 
 import argparse
 import statistics
@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
-from bench import shapes
 from bench.machine import GEMM_SIZE
 from bench.report import format_table
 from bench.shapes import SHAPES, Shape, ensure_checkpoint
@@ -35,7 +33,8 @@ def gated_delta_net(base: Shape) -> transformers.PretrainedConfig:
     """Return a configuration like Qwen 3.5's: three of four layers are gated DeltaNet."""
     heads = {"linear_num_value_heads": 5, "linear_num_key_heads": 5}
     widths = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    return transformers.Qwen3_5TextConfig(**{**_share_sizes(base), **heads, **widths, "num_hidden_layers": 24})
+    sizes = _share_sizes(base) | heads | widths
+    return transformers.Qwen3_5TextConfig(**sizes, num_hidden_layers=24)
 
 
 def mamba2(base: Shape) -> transformers.PretrainedConfig:
@@ -44,7 +43,7 @@ def mamba2(base: Shape) -> transformers.PretrainedConfig:
     mamba = {"mamba_n_heads": 2 * base.hidden_size // 64, "mamba_d_head": 64, "mamba_d_state": 128}
     sizes = {"num_hidden_layers": len(kinds), "layer_types": kinds, "num_local_experts": 0}
     inner = {"shared_intermediate_size": base.intermediate_size, "mamba_n_groups": 1}
-    return transformers.GraniteMoeHybridConfig(**{**_share_sizes(base), **sizes, **mamba, **inner})
+    return transformers.GraniteMoeHybridConfig(**_share_sizes(base), **sizes, **mamba, **inner)
 
 
 KINDS: dict[str, Callable[[Shape], transformers.PretrainedConfig]] = {
@@ -112,9 +111,7 @@ def measure(
     measures each of them once."""
     tokens = max(prompt, max(BATCHES) * (CONTEXT + STEPS + 32))
     runners = {
-        name: load_runner(
-            model, "bfloat16", tokens, cpu_arithmetic=arithmetic, max_batch_size=max(BATCHES)
-        )
+        name: load_runner(model, "bfloat16", tokens, cpu_arithmetic=arithmetic, max_batch_size=max(BATCHES))
         for name, model in models.items()
     }
     rates, prompts = [], {name: list[float]() for name in models}
