@@ -21,7 +21,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     pointer,
 )
 from tgis.shard.kernels.cpu.jit.llvm import I64
-from tgis.shard.kernels.cpu.jit.scalar_math import exp
+from tgis.shard.kernels.cpu.jit.scalar_math import exp, softplus
 from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
 from tgis.shard.kernels.cpu.states.blocks import MAX_BLOCKS, count_blocks, list_blocks, prefetch_inputs
@@ -38,11 +38,6 @@ def _sigmoid(x: Any) -> Any:
 
 
 @ordered
-def _softplus(x: Any) -> Any:
-    return x if x > np.float32(20) else np.float32(np.log1p(np.exp(np.float64(x))))
-
-
-@ordered
 def _scale_to_length(x: Any, length: Any) -> None:
     factor = length / np.sqrt(sum_squares(x) + _EPS)
     for i in range(x.shape[0]):
@@ -54,7 +49,7 @@ def _find_factors(gates: Any, decay: Any, bias: Any, first: int, factors: Any) -
     """Set every head's factors: of its sums and of its update."""
     total = gates.shape[0] // 2
     for h in range(decay.shape[0]):
-        factors[2 * h] = exp(_softplus(gates[total + first + h] + bias[h]) * decay[h])
+        factors[2 * h] = exp(softplus(gates[total + first + h] + bias[h]) * decay[h])
         factors[2 * h + 1] = _sigmoid(gates[first + h])
 
 

@@ -23,7 +23,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     pointer,
 )
 from tgis.shard.kernels.cpu.jit.llvm import I64
-from tgis.shard.kernels.cpu.jit.scalar_math import exp
+from tgis.shard.kernels.cpu.jit.scalar_math import exp, softplus
 from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
 from tgis.shard.kernels.cpu.states.blocks import MAX_BLOCKS, count_blocks, list_blocks, prefetch_inputs
@@ -103,8 +103,7 @@ def _advance_channel(sums: Any, x: Any, left: Any, right: Any, factors: Any, p: 
 @ordered
 def _find_step(x: Any, shortest: Any, longest: Any) -> Any:
     """Return softplus(x), clamped."""
-    step = x if x > np.float32(20) else np.float32(np.log1p(np.exp(np.float64(x))))
-    return min(max(step, shortest), longest)
+    return min(max(softplus(x), shortest), longest)
 
 
 def _scan(args: Any) -> None:

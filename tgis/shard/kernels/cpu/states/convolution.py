@@ -18,9 +18,11 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     pointer,
 )
 from tgis.shard.kernels.cpu.jit.llvm import I64
+from tgis.shard.kernels.cpu.states.blocks import prefetch_inputs
 
 CHANNELS = 256  # channels per unit of work
 _VECTORS = 4  # vectors of channels that are computed together
+_AHEAD = 2  # tokens between the prefetch and the use of inputs
 _F32, _I64 = np.float32(0), np.int64(0)
 _BYTES = 4
 
@@ -118,6 +120,9 @@ def _convolve(args: Any) -> None:
             if t >= begin + before:
                 x = x_address + ((t - before) * row_size + column + first) * _BYTES
                 stride = row_size * _BYTES
+            if t + _AHEAD < end:
+                ahead = x_address + ((t + _AHEAD) * row_size + column + first) * _BYTES
+                prefetch_inputs(ahead, (last - first) * _BYTES)
             weight, bias = weight_address + first * _BYTES, bias_address + first * _BYTES
             out = out_address + (t * channels + first) * _BYTES
             _convolve_token(x, stride, weight, channels * _BYTES, bias, out, last - first, kernel_size)
