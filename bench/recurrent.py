@@ -8,25 +8,27 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from bench.machine import GEMM_SIZE
+from bench.machine import Limits
 from bench.report import format_table
 from bench.shapes import SHAPES, Shape, ensure_checkpoint
-from bench.steps import Rows, load_runner
+from bench.steps import MAX_LENGTH, Rows, load_runner
 from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.startup.choose_platform import has_fast_bfloat16
 
 BASE = "135m"  # the model with only attention, whose sizes the others share
 ARITHMETICS = ("float32", "auto")
 PROMPT, CONTEXT = 2048, 128
 BATCHES = (1, 8, 32)
 ROUNDS, STEPS = 5, 10
-HEAD = ("model", "prompt s", "against attention", "share of the products", *(f"{n} rows ms" for n in BATCHES))
+RATE_SECONDS = 0.5
+COLUMNS = ("model", "prompt s", "against attention", "share of the products")
 
 
 def gated_delta_net(base: Shape) -> transformers.PretrainedConfig:
@@ -64,14 +66,24 @@ def _share_sizes(base: Shape) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A model's median seconds: of a prompt, and of a decode step by its number of rows; and the number of
-    weights that each token of a prompt is multiplied by."""
+@dataclass
+class MeasuredModel:
+    """A model runner, and the seconds of prompts and of decode steps by their number of rows."""
 
-    prompt_s: float
-    decode_s: dict[int, float]
+    runner: ModelRunner
     num_weights: int
+    """Number of weights that each token of a prompt is multiplied by."""
+    prompts: list[float] = field(default_factory=list)
+    steps: dict[int, list[float]] = field(default_factory=lambda: {batch: [] for batch in BATCHES})
+
+    def measure(self, prompt: int, seed: int) -> None:
+        self.prompts.append(_time_prompt(self.runner, prompt, seed))
+        for batch, times in self.steps.items():
+            times.append(_time_decode(self.runner, batch))
+
+    @property
+    def prompt_s(self) -> float:
+        return _typical(self.prompts)
 
 
 def main() -> None:
@@ -84,7 +96,9 @@ def main() -> None:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.recurrent", description=__doc__)
-    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens (default %(default)s)")
+    parser.add_argument(
+        "--prompt", type=int, default=PROMPT, help=f"tokens, at most {MAX_LENGTH - 2} (default %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="(default %(default)s)")
     parser.add_argument(
         "--cache", type=Path, default=Path(".cache/bench"), help="directory of models (default %(default)s)"
@@ -105,40 +119,30 @@ def _ensure(name: str, cache: Path) -> Path:
 
 
 def measure(
-    models: dict[str, Path], arithmetic: str, prompt: int, rounds: int
-) -> tuple[float, dict[str, Measured]]:
-    """Return the machine's operations per second of a large product, and the medians of every model; a round
-    measures each of them once."""
-    tokens = max(prompt, max(BATCHES) * (CONTEXT + STEPS + 32))
-    runners = {
-        name: load_runner(model, "bfloat16", tokens, cpu_arithmetic=arithmetic, max_batch_size=max(BATCHES))
-        for name, model in models.items()
-    }
-    rates, prompts = [], {name: list[float]() for name in models}
-    steps = {name: {batch: list[float]() for batch in BATCHES} for name in models}
+    paths: dict[str, Path], arithmetic: str, prompt: int, rounds: int
+) -> tuple[float, dict[str, MeasuredModel]]:
+    """Return the machine's operations per second of a large product, and the models. A round measures each of
+    them once; the first one warms up."""
+    models = {name: _load(path, arithmetic) for name, path in paths.items()}
+    is_rounded = arithmetic == "auto" and has_fast_bfloat16(True)
+    machine, dtype = Limits(read_bytes=4), torch.bfloat16 if is_rounded else torch.float32
+    rates = []
     for index in range(1 + rounds):
-        rates.append(measure_products(torch.float32 if arithmetic == "float32" else torch.bfloat16))
-        for name, runner in runners.items():
-            prompts[name].append(_time_prompt(runner, prompt, index))
-            for batch in BATCHES:
-                steps[name][batch].append(_time_decode(runner, batch))
-    return statistics.median(rates[1:]), {
-        name: Measured(
-            statistics.median(prompts[name][1:]),
-            {batch: statistics.median(spans[1:]) for batch, spans in steps[name].items()},
-            count_body_weights(models[name]),
-        )
-        for name in models
-    }
+        rates.append(machine.gemm(RATE_SECONDS, dtype))
+        for model in models.values():
+            model.measure(prompt, index)
+    return _typical(rates), models
 
 
-def measure_products(dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Return the operations per second of a product of square matrices, the median of several."""
-    matrix, times = torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype), list[float]()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        times.append(_time(lambda: matrix @ matrix))
-    return 2 * GEMM_SIZE**3 / statistics.median(times)
+def _load(path: Path, arithmetic: str) -> MeasuredModel:
+    tokens = max(MAX_LENGTH, max(BATCHES) * (CONTEXT + 2 * STEPS + 32))
+    runner = load_runner(path, "bfloat16", tokens, cpu_arithmetic=arithmetic, max_batch_size=max(BATCHES))
+    return MeasuredModel(runner, count_body_weights(path))
+
+
+def _typical(values: Sequence[float]) -> float:
+    """Return the median of all rounds after the warm-up."""
+    return statistics.median(values[1:])
 
 
 def count_body_weights(model: Path) -> int:
@@ -172,20 +176,21 @@ def _time(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def format_results(arithmetic: str, prompt: int, rate: float, measured: dict[str, Measured]) -> str:
-    base = measured["attention"]
+def format_results(arithmetic: str, prompt: int, rate: float, models: dict[str, MeasuredModel]) -> str:
+    base = models["attention"].prompt_s
     rows = [
         [
-            f"{name}, {each.num_weights / 1e6:.0f} million weights",
-            f"{each.prompt_s:.3f}",
-            f"{each.prompt_s / base.prompt_s:.2f}",
-            f"{2 * each.num_weights * prompt / rate / each.prompt_s:.2f}",
-            *(f"{1e3 * seconds:.2f}" for seconds in each.decode_s.values()),
+            f"{name}, {model.num_weights / 1e6:.0f} million weights",
+            f"{model.prompt_s:.3f}",
+            f"{model.prompt_s / base:.2f}",
+            f"{2 * model.num_weights * prompt / rate / model.prompt_s:.2f}",
+            *(f"{1e3 * _typical(times):.2f}" for times in model.steps.values()),
         ]
-        for name, each in measured.items()
+        for name, model in models.items()
     ]
     title = f"**--cpu-arithmetic {arithmetic}**, prompt of {prompt:,}, products at {rate / 1e9:.0f} GFLOP/s"
-    return f"{title}\n\n{format_table(HEAD, rows)}"
+    columns = (*COLUMNS, *(f"{batch} rows ms" for batch in BATCHES))
+    return f"{title}\n\n{format_table(columns, rows)}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,10 @@ from numba import types
 
 from tgis.shard.kernels.cpu.attention.operands import store_weights
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, for_groups, for_rows
-from tgis.shard.kernels.cpu.attention.vectors import (
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I1, I32, I64
+from tgis.shard.kernels.cpu.jit.vectors import (
     INTEGERS,
     LANES,
     ZERO,
@@ -20,9 +23,6 @@ from tgis.shard.kernels.cpu.attention.vectors import (
     prefer_512_bits,
     store,
 )
-from tgis.shard.kernels.cpu.jit import llvm
-from tgis.shard.kernels.cpu.jit.compiler import llvm_function
-from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I1, I32, I64
 
 _HIDDEN = llvm.constant(float("-inf"), LANES)
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.attention.vectors import ZERO, load, multiply_add, prefer_512_bits, store
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
@@ -23,6 +22,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
 from tgis.shard.kernels.cpu.jit.llvm import I64
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, softplus
 from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
+from tgis.shard.kernels.cpu.jit.vectors import ZERO, load, multiply_add, prefer_512_bits, store
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
 from tgis.shard.kernels.cpu.states.blocks import MAX_BLOCKS, count_blocks, list_blocks, prefetch_inputs
 from tgis.shard.memory.state_cache import BLOCK
@@ -119,12 +119,10 @@ def _advance_blocks(num_blocks: int) -> Any:
     ) -> None:
         prefer_512_bits(b)
         decay, strength = (llvm.load_broadcast(b, b.add(factors, I64(i * _BYTES)), BLOCK) for i in range(2))
-        blocks = list_blocks(b, sums, state_size, num_blocks)
         places = [I64(i * BLOCK * _BYTES) for i in range(num_blocks)]
-        deltas = [
-            b.fmul(strength, b.fsub(load(b, value, place), b.fmul(decay, load(b, known, place))))
-            for place in places
-        ]
+        errors = [b.fsub(load(b, value, place), b.fmul(decay, load(b, known, place))) for place in places]
+        deltas = [b.fmul(strength, error) for error in errors]
+        blocks = list_blocks(b, sums, state_size, num_blocks)
 
         def update(k: Any, totals: list[Any]) -> list[Any]:
             offset, row = b.mul(k, I64(_BYTES)), b.mul(k, I64(BLOCK * _BYTES))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.attention.vectors import ZERO, load, multiply_add, prefer_512_bits, store
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
@@ -25,6 +24,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
 from tgis.shard.kernels.cpu.jit.llvm import I64
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, softplus
 from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
+from tgis.shard.kernels.cpu.jit.vectors import ZERO, load, multiply_add, prefer_512_bits, store
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
 from tgis.shard.kernels.cpu.states.blocks import MAX_BLOCKS, count_blocks, list_blocks, prefetch_inputs
 from tgis.shard.layers.states import Gating

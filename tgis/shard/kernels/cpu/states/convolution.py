@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.attention.vectors import LANES, multiply_add, prefer_512_bits, silu
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
@@ -18,6 +17,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     pointer,
 )
 from tgis.shard.kernels.cpu.jit.llvm import I64
+from tgis.shard.kernels.cpu.jit.vectors import LANES, multiply_add, prefer_512_bits, silu
 from tgis.shard.kernels.cpu.states.blocks import prefetch_inputs
 
 CHANNELS = 256  # channels per unit of work
