@@ -155,7 +155,7 @@ _advance_four, _advance_two, _advance_one = (_advance_blocks(num_blocks) for num
 @ordered
 def _multiply_key(num_blocks: int, sums: int, key: int, known: int, state_size: int) -> None:
     """Run the function of `_multiply_blocks` for the number of blocks."""
-    if num_blocks == MAX_BLOCKS:
+    if num_blocks == 4:
         _multiply_four(sums, key, known, state_size)
     elif num_blocks == 2:
         _multiply_two(sums, key, known, state_size)
@@ -177,7 +177,7 @@ def _advance_token(
     state_size: int,
 ) -> None:
     """Run the function of `_advance_blocks` for the number of blocks."""
-    if num_blocks == MAX_BLOCKS:
+    if num_blocks == 4:
         _advance_four(sums, query, key, following, value, factors, known, out, state_size)
     elif num_blocks == 2:
         _advance_two(sums, query, key, following, value, factors, known, out, state_size)

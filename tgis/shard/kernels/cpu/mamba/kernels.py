@@ -1,9 +1,9 @@
 """Compiled kernels of Mamba 2 layers. Tokens of a sequence are computed one after the other, each as if
 alone, so a token's bits do not depend on the step, the chunk of the prompt or the batch that computes it.
 
-The sums of some channels stay in the first-level cache while the tokens of a prompt pass. A token then takes
-few operations compared with the products before and after it. A formulation by products of matrices, whose
-bits would depend on where a prompt is cut, would save little."""
+The sums of some channels stay in the first-level cache while the tokens of a prompt pass. In float32,
+products of matrices for chunks of tokens would need as many multiplications, and states that also keep the
+inputs of an incomplete chunk."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from tgis.shard.kernels.cpu.jit.scalar_math import exp, softplus
 from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
 from tgis.shard.kernels.cpu.jit.vectors import ZERO, load, multiply_add, prefer_512_bits, store
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
-from tgis.shard.kernels.cpu.states.blocks import MAX_BLOCKS, count_blocks, list_blocks, prefetch_inputs
+from tgis.shard.kernels.cpu.states.blocks import count_blocks, list_blocks, prefetch_inputs
 from tgis.shard.layers.states import Gating
 from tgis.shard.memory.state_cache import BLOCK
 
@@ -82,7 +82,7 @@ def _advance(
     num_blocks: int, sums: int, x: int, left: int, right: int, factors: int, out: int, state_size: int
 ) -> None:
     """Run the function of `_advance_blocks` for the number of blocks."""
-    if num_blocks == MAX_BLOCKS:
+    if num_blocks == 4:
         _advance_four(sums, x, left, right, factors, out, state_size)
     elif num_blocks == 2:
         _advance_two(sums, x, left, right, factors, out, state_size)

@@ -9,7 +9,8 @@ from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered
 from tgis.shard.kernels.cpu.jit.llvm import I64
 from tgis.shard.memory.state_cache import BLOCK
 
-MAX_BLOCKS = 4  # advanced together
+# Blocks that are advanced together. Other processors have too few registers for the sums of four.
+MAX_BLOCKS = 4 if llvm.has_feature("avx512f") else 2
 _BYTES, _LINE = 4, 64
 
 
