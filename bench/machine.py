@@ -45,9 +45,10 @@ class Limits:
         """Return the bytes per second read while summing a buffer far larger than the caches."""
         return self._buffer.numel() * 4 / _typical_time(lambda: self._buffer.sum(), seconds)
 
-    def gemm(self, seconds: float = SECONDS) -> float:
-        """Return the float32 operations per second of a product of square matrices."""
-        return 2 * len(self._matrix) ** 3 / _typical_time(lambda: self._matrix @ self._matrix, seconds)
+    def gemm(self, seconds: float = SECONDS, dtype: torch.dtype = torch.float32) -> float:
+        """Return the operations per second of a product of square matrices of a type."""
+        matrix = self._matrix.to(dtype)
+        return 2 * len(matrix) ** 3 / _typical_time(lambda: matrix @ matrix, seconds)
 
     def multiply(self, instruction: Instruction, seconds: float = SECONDS) -> float | None:
         """Return the operations per second of the instruction on registers; None if the processor lacks

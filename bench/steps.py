@@ -22,6 +22,7 @@ def load_runner(
     cache_tokens: int,
     quantize: str | None = None,
     kv_cache_dtype: str = "auto",
+    cpu_arithmetic: str = "float32",
     **options: Any,
 ) -> ModelRunner:
     """Create a model runner like a shard's."""
@@ -30,7 +31,7 @@ def load_runner(
         dtype=dtype,
         device="cpu",
         quantize=quantize,
-        cpu_arithmetic="float32",
+        cpu_arithmetic=cpu_arithmetic,
         kv_cache_tokens=cache_tokens,
         kv_cache_dtype=kv_cache_dtype,
         max_sequence_length=MAX_LENGTH,

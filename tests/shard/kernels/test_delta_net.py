@@ -21,6 +21,7 @@ SIZES = (
     StateSizes(num_heads=4, head_dim=8, num_groups=2, state_size=12, kernel_size=4),
     StateSizes(num_heads=2, head_dim=64, num_groups=1, state_size=16, kernel_size=4),
     StateSizes(num_heads=3, head_dim=80, num_groups=3, state_size=5, kernel_size=2),
+    StateSizes(num_heads=2, head_dim=48, num_groups=2, state_size=64, kernel_size=4),
 )
 LENGTHS = (1, 150, 7)
 PLATFORMS: dict[str, Kernels] = {"cpu": CPU_KERNELS, "torch": TorchKernels(CPU)}
@@ -133,6 +134,19 @@ def test_a_tokens_bits_depend_neither_on_cuts_nor_on_company(sizes: StateSizes) 
         assert torch.equal(again.memory[4], cache.memory[3])
         [second] = mix(CPU_KERNELS, mixer, again, [(6, take(inputs, slice(cut, None)))])
         assert torch.equal(torch.cat([first, second]), whole)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    sizes = SIZES[2]
+    mixer, inputs = draw_mixer(sizes), draw_inputs(sizes, 150)
+    results = []
+    for num_threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        cache = open_states(mixer)
+        results.append((mix(CPU_KERNELS, mixer, cache, [(3, inputs)])[0], cache.memory))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from tgis.shard.kernels.cpu.attention.elements.float8 import READ_FACTORS
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, TOKENS, WRITE
 from tgis.shard.kernels.cpu.attention.plan import CpuPlan
 from tgis.shard.kernels.cpu.attention.segments import EXTRA
-from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit import compiler
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits
+from tgis.shard.kernels.cpu.jit.vectors import LANES
 from tgis.shard.kernels.cpu.ops import split_heads
 from tgis.shard.memory.kv_cache import SCALE_BYTES, KVCache
 

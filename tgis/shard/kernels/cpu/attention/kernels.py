@@ -27,7 +27,6 @@ from tgis.shard.kernels.cpu.attention.tiles import (
     read_int,
     round_up,
 )
-from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
@@ -39,6 +38,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     pointer,
     reorderable,
 )
+from tgis.shard.kernels.cpu.jit.vectors import LANES
 
 HEADS = 16  # maximum query heads of a unit of work
 TOKENS = 8  # tokens in a unit of work of the writing kernel

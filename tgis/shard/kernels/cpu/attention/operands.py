@@ -10,12 +10,12 @@ from typing import Any
 from numba import types
 
 from tgis.shard.kernels.cpu.attention.elements.conversion import load_cached
-from tgis.shard.kernels.cpu.attention.vectors import INTEGERS, LANES, VECTOR, ZERO, store
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.gemm.pairs import PAIR
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FUSED, I32, I64
+from tgis.shard.kernels.cpu.jit.vectors import INTEGERS, LANES, VECTOR, ZERO, store
 
 TILE_PAIR = types.uint64
 """Numba type that stands for pairs that AMX multiplies."""

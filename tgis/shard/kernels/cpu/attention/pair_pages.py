@@ -11,7 +11,6 @@ from numba import carray
 
 from tgis.shard.kernels.cpu.attention.kernels import NUM_TOKENS_AT, SLOTS_AT, TABLE, TOKENS
 from tgis.shard.kernels.cpu.attention.tiles import Pages, round_up
-from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import (
@@ -25,6 +24,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     reorderable,
 )
 from tgis.shard.kernels.cpu.jit.llvm import I1, I16, I32, I64
+from tgis.shard.kernels.cpu.jit.vectors import LANES
 
 _U32, _I64 = np.uint32(0), np.int64(0)
 _HALVES = pairs.COLUMNS * LANES  # numbers in a vector of pairs

@@ -17,11 +17,11 @@ from tgis.shard.kernels.cpu.attention.operands import (
     drop_later,
     load_elements,
 )
-from tgis.shard.kernels.cpu.attention.vectors import LANES, ZERO, load, multiply_add, prefer_512_bits, store
 from tgis.shard.kernels.cpu.gemm.pairs import add_products, load_factor
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I1, I64
+from tgis.shard.kernels.cpu.jit.vectors import LANES, ZERO, load, multiply_add, prefer_512_bits, store
 
 GROUPS = 4
 SPAN = GROUPS * LANES  # keys per update of the online softmax

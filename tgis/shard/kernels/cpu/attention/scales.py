@@ -3,10 +3,10 @@
 from typing import Any
 
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, for_groups
-from tgis.shard.kernels.cpu.attention.vectors import LANES, load, prefer_512_bits, store
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I64
+from tgis.shard.kernels.cpu.jit.vectors import LANES, load, prefer_512_bits, store
 
 
 @llvm_function()

@@ -12,8 +12,8 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.attention.softmax import merge_results
-from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
 from tgis.shard.kernels.cpu.jit.compiler import atomic_add, pointer, reorderable
+from tgis.shard.kernels.cpu.jit.vectors import LANES, peek, poke
 
 EXTRA = 2 * LANES  # float32 values of a result besides the sums of values: sums of weights, and the maximum
 

@@ -10,34 +10,20 @@ from numba import types
 
 from tgis.shard.kernels.cpu.attention.operands import store_weights
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, for_groups, for_rows
-from tgis.shard.kernels.cpu.attention.vectors import (
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I1, I32, I64
+from tgis.shard.kernels.cpu.jit.vectors import (
     INTEGERS,
     LANES,
-    VECTOR,
     ZERO,
+    exp,
     load,
     multiply_add,
     prefer_512_bits,
     store,
 )
-from tgis.shard.kernels.cpu.jit import llvm
-from tgis.shard.kernels.cpu.jit.compiler import llvm_function
-from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I1, I32, I64
 
-# Coefficients of a polynomial for 2^f, |f| <= 1/2, highest power first. The relative error is 1e-7, and the
-# value at 0 is exactly 1.
-_POWERS = [
-    llvm.constant(coefficient, LANES)
-    for coefficient in (
-        *(0.001326472731307149, 0.009671512991189957, 0.05550733581185341),
-        *(0.24022242426872253, 0.6931470036506653, 1.0),
-    )
-]
-_LOG2_E = llvm.constant(1.4426950216293335, LANES)
-# Adding this rounds a number of moderate size to an integer. The lowest bits of the sum then hold the integer
-# plus the bias of the exponent.
-_ROUNDING = llvm.constant(1.5 * 2**23 + 127, LANES)
-_MIN_EXPONENT = llvm.constant(-86.0, LANES)  # smaller exponents are clamped to this
 _HIDDEN = llvm.constant(float("-inf"), LANES)
 
 
@@ -45,23 +31,8 @@ def _add(b: Any, x: Any, y: Any) -> Any:
     return b.fadd(x, y, **FUSED)
 
 
-def _multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
-    return _add(b, b.fmul(x, y, **FUSED), z)
-
-
 def _maximum(b: Any, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
-
-
-def _exp(b: Any, x: Any) -> Any:
-    """Return e^x of a vector, x at most 0. NaN gives NaN."""
-    clamped = b.select(b.fcmp_ordered("<", x, _MIN_EXPONENT), _MIN_EXPONENT, x)
-    shifted = _multiply_add(b, clamped, _LOG2_E, _ROUNDING)
-    whole = b.fsub(shifted, _ROUNDING, **FUSED)
-    f = multiply_add(b, clamped, _LOG2_E, b.fneg(whole))
-    p = reduce(lambda p, c: _multiply_add(b, p, f, c), _POWERS)
-    power = b.shl(b.bitcast(shifted, INTEGERS), llvm.constant(23, LANES, I32))
-    return b.fmul(p, b.bitcast(power, VECTOR))
 
 
 def _find_visible(b: Any, bounds: Any, num_groups: int) -> list[Any]:
@@ -109,7 +80,7 @@ def _update_maxima(b: Any, tile: "_ScoreTile", rows: int) -> None:
     after = _maximum(b, _find_row_maxima(b, row_maxima), before)
     llvm.store_vector(b, after, tile.maxima, mask)
     store(b, after, tile.updates, I64(0))
-    store(b, _exp(b, b.fsub(before, after, **FUSED)), tile.updates, I64(4 * LANES))
+    store(b, exp(b, b.fsub(before, after, **FUSED)), tile.updates, I64(4 * LANES))
 
 
 def _write_weights(b: Any, tile: "_ScoreTile", rows: Any) -> None:
@@ -122,7 +93,7 @@ def _write_weights(b: Any, tile: "_ScoreTile", rows: Any) -> None:
             llvm.load_broadcast(b, b.add(update, I64(offset)), LANES) for offset in (0, 4 * LANES)
         )
         row = _load_row(b, scores, tile.num_groups)
-        weights = [_exp(b, b.fsub(x, after, **FUSED)) for x in row]
+        weights = [exp(b, b.fsub(x, after, **FUSED)) for x in row]
         if tile.bounds is not None:
             visible = _find_visible(b, b.add(tile.bounds, b.mul(r, I64(8))), tile.num_groups)
             weights = [b.select(mask, x, ZERO) for mask, x in zip(visible, weights, strict=True)]
@@ -200,7 +171,7 @@ def merge_results(b: Any, result: Any, sums: Any, maximum: Any, length: Any) -> 
     own_maximum = b.add(result, b.mul(length, I64(4)))
     own, other = (llvm.load_broadcast(b, x, LANES) for x in (own_maximum, maximum))
     after = _maximum(b, own, other)
-    own_factor, factor = (_exp(b, b.fsub(x, after, **FUSED)) for x in (own, other))
+    own_factor, factor = (exp(b, b.fsub(x, after, **FUSED)) for x in (own, other))
 
     def build(k: Any, values: list[Any]) -> list[Any]:
         offset = b.mul(k, I64(4 * LANES))

@@ -37,10 +37,10 @@ from tgis.shard.kernels.cpu.attention.softmax import (
     update_masked_softmax,
     update_softmax,
 )
-from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
 from tgis.shard.kernels.cpu.attention.widening import is_converted, widen_span
 from tgis.shard.kernels.cpu.jit.compiler import inlined, pointer, reorderable
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, tanh
+from tgis.shard.kernels.cpu.jit.vectors import LANES, peek, poke
 from tgis.shard.memory.kv_cache import SCALE_BYTES
 
 MANY_ROWS = 16  # units with more rows use tiles of TALL rows

@@ -9,10 +9,10 @@ from tgis.shard.kernels.cpu.attention.elements.conversion import load_cached
 from tgis.shard.kernels.cpu.attention.elements.float8 import FORMATS, find_nan
 from tgis.shard.kernels.cpu.attention.elements.int8 import CODE
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN
-from tgis.shard.kernels.cpu.attention.vectors import LANES, prefer_512_bits, store
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FUSED, I1, I64
+from tgis.shard.kernels.cpu.jit.vectors import LANES, prefer_512_bits, store
 
 _ROW = 4 * SPAN  # bytes per channel of copied keys
 _CONVERTED = (*FORMATS, CODE, types.uint16, types.int16)

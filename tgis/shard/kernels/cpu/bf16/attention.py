@@ -12,8 +12,8 @@ from tgis.shard.kernels.cpu.attention.amx.products import DEPTH
 from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttention
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND_TILES, WRITE, attend_kernel
 from tgis.shard.kernels.cpu.attention.pair_pages import WRITE_PAIRS
-from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.gemm import pairs
+from tgis.shard.kernels.cpu.jit.vectors import LANES
 from tgis.shard.kernels.cpu.replaced import warn_of_rounding, warn_without_amx
 from tgis.shard.memory.kv_cache import KVCache
 

@@ -12,6 +12,7 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
     as_float,
+    keep_alive,
     llvm_function,
     next_unit,
     operands,
@@ -19,9 +20,11 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     pointer,
 )
 from tgis.shard.kernels.cpu.jit.llvm import I64
-from tgis.shard.kernels.cpu.jit.scalar_math import exp
+from tgis.shard.kernels.cpu.jit.scalar_math import exp, softplus
 from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
+from tgis.shard.kernels.cpu.jit.vectors import ZERO, load, multiply_add, prefer_512_bits, store
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
+from tgis.shard.kernels.cpu.states.blocks import MAX_BLOCKS, count_blocks, list_blocks, prefetch_inputs
 from tgis.shard.memory.state_cache import BLOCK
 
 _EPS = np.float32(1e-6)  # of the length of queries and keys
@@ -32,11 +35,6 @@ _BYTES = 4
 @ordered
 def _sigmoid(x: Any) -> Any:
     return np.float32(1) / (np.float32(1) + exp(-x))
-
-
-@ordered
-def _softplus(x: Any) -> Any:
-    return x if x > np.float32(20) else np.float32(np.log1p(np.exp(np.float64(x))))
 
 
 @ordered
@@ -51,7 +49,7 @@ def _find_factors(gates: Any, decay: Any, bias: Any, first: int, factors: Any) -
     """Set every head's factors: of its sums and of its update."""
     total = gates.shape[0] // 2
     for h in range(decay.shape[0]):
-        factors[2 * h] = exp(_softplus(gates[total + first + h] + bias[h]) * decay[h])
+        factors[2 * h] = exp(softplus(gates[total + first + h] + bias[h]) * decay[h])
         factors[2 * h + 1] = _sigmoid(gates[first + h])
 
 
@@ -76,51 +74,115 @@ def _prepare(args: Any) -> None:
         begin = next_unit(args) * tokens_per_unit
 
 
-def _advance_blocks(num_blocks: int) -> Any:
-    """Return a function that advances blocks of a head by a token: sums = decay * sums + key delta^T with
-    delta = strength * (value - decay * sums^T key), and out = sums^T query. Its arguments are addresses,
-    `factors` that of decay and strength."""
+def _multiply_blocks(num_blocks: int) -> Any:
+    """Return a function that sets `known` to sums^T key for blocks of a head. Its arguments are addresses."""
 
-    def build_all(
-        b: Any, sums: Any, query: Any, key: Any, value: Any, factors: Any, out: Any, state_size: Any
-    ) -> None:
-        decay, strength = (llvm.load_broadcast(b, b.add(factors, I64(i * _BYTES)), BLOCK) for i in range(2))
-        size = b.mul(state_size, I64(BLOCK * _BYTES))
-        blocks = [b.add(sums, b.mul(size, I64(i))) for i in range(num_blocks)]
-        zeros = [llvm.constant(0.0, BLOCK)] * num_blocks
+    @llvm_function()
+    def multiply(b: Any, sums: Any, key: Any, known: Any, state_size: Any) -> None:
+        prefer_512_bits(b)
+        blocks = list_blocks(b, sums, state_size, num_blocks)
 
-        def multiply_key(k: Any, totals: list[Any]) -> list[Any]:
+        def add(k: Any, totals: list[Any]) -> list[Any]:
             row = b.mul(k, I64(BLOCK * _BYTES))
             factor = llvm.load_broadcast(b, b.add(key, b.mul(k, I64(_BYTES))), BLOCK)
-            rows = [llvm.load_vector(b, b.add(block, row), BLOCK) for block in blocks]
-            return [llvm.multiply_add(b, x, factor, total) for x, total in zip(rows, totals, strict=True)]
+            return [
+                multiply_add(b, load(b, block, row), factor, total)
+                for block, total in zip(blocks, totals, strict=True)
+            ]
 
-        known = llvm.loop(b, state_size, zeros, multiply_key)
+        for i, total in enumerate(llvm.loop(b, state_size, [ZERO] * num_blocks, add)):
+            store(b, total, known, I64(i * BLOCK * _BYTES))
+
+    return multiply
+
+
+def _advance_blocks(num_blocks: int) -> Any:
+    """Return a function that advances blocks of a head by a token: sums = decay * sums + key delta^T with
+    delta = strength * (value - decay * known), and out = sums^T query. Its arguments are addresses, `factors`
+    that of decay and strength, and `known` that of sums^T key.
+
+    It also replaces `known` by sums^T following. If `following` is the next token's key, the sums are read
+    only once per token, and there are enough independent sums to keep the processor busy."""
+
+    @llvm_function()
+    def advance(
+        b: Any,
+        sums: Any,
+        query: Any,
+        key: Any,
+        following: Any,
+        value: Any,
+        factors: Any,
+        known: Any,
+        out: Any,
+        state_size: Any,
+    ) -> None:
+        prefer_512_bits(b)
+        decay, strength = (llvm.load_broadcast(b, b.add(factors, I64(i * _BYTES)), BLOCK) for i in range(2))
         places = [I64(i * BLOCK * _BYTES) for i in range(num_blocks)]
-        values = [llvm.load_vector(b, b.add(value, place), BLOCK) for place in places]
-        deltas = [
-            b.fmul(strength, b.fsub(x, b.fmul(decay, old))) for x, old in zip(values, known, strict=True)
-        ]
+        errors = [b.fsub(load(b, value, place), b.fmul(decay, load(b, known, place))) for place in places]
+        deltas = [b.fmul(strength, error) for error in errors]
+        blocks = list_blocks(b, sums, state_size, num_blocks)
 
         def update(k: Any, totals: list[Any]) -> list[Any]:
             offset, row = b.mul(k, I64(_BYTES)), b.mul(k, I64(BLOCK * _BYTES))
-            into = llvm.load_broadcast(b, b.add(key, offset), BLOCK)
-            from_ = llvm.load_broadcast(b, b.add(query, offset), BLOCK)
-            after = []
-            for block, delta, total in zip(blocks, deltas, totals, strict=True):
-                before = llvm.load_vector(b, b.add(block, row), BLOCK)
-                x = llvm.multiply_add(b, before, decay, b.fmul(delta, into))
-                llvm.store_vector(b, x, b.add(block, row))
-                after.append(llvm.multiply_add(b, x, from_, total))
-            return after
+            into, from_, next_ = (
+                llvm.load_broadcast(b, b.add(each, offset), BLOCK) for each in (key, query, following)
+            )
+            before = [load(b, block, row) for block in blocks]
+            added = [b.fmul(delta, into) for delta in deltas]
+            after = [multiply_add(b, x, decay, new) for x, new in zip(before, added, strict=True)]
+            for block, x in zip(blocks, after, strict=True):
+                store(b, x, block, row)
+            factors = [from_] * num_blocks + [next_] * num_blocks
+            return [
+                multiply_add(b, x, factor, total)
+                for x, factor, total in zip(after * 2, factors, totals, strict=True)
+            ]
 
-        for place, total in zip(places, llvm.loop(b, state_size, zeros, update), strict=True):
-            llvm.store_vector(b, total, b.add(out, place))
+        totals = llvm.loop(b, state_size, [ZERO] * (2 * num_blocks), update)
+        for i, place in enumerate(places):
+            store(b, totals[i], out, place)
+            store(b, totals[num_blocks + i], known, place)
 
-    return llvm_function()(build_all)
+    return advance
 
 
-_advance_pair, _advance_one = _advance_blocks(2), _advance_blocks(1)
+_multiply_four, _multiply_two, _multiply_one = (_multiply_blocks(num_blocks) for num_blocks in (4, 2, 1))
+_advance_four, _advance_two, _advance_one = (_advance_blocks(num_blocks) for num_blocks in (4, 2, 1))
+
+
+@ordered
+def _multiply_key(num_blocks: int, sums: int, key: int, known: int, state_size: int) -> None:
+    """Run the function of `_multiply_blocks` for the number of blocks."""
+    if num_blocks == 4:
+        _multiply_four(sums, key, known, state_size)
+    elif num_blocks == 2:
+        _multiply_two(sums, key, known, state_size)
+    else:
+        _multiply_one(sums, key, known, state_size)
+
+
+@ordered
+def _advance_token(
+    num_blocks: int,
+    sums: int,
+    query: int,
+    key: int,
+    following: int,
+    value: int,
+    factors: int,
+    known: int,
+    out: int,
+    state_size: int,
+) -> None:
+    """Run the function of `_advance_blocks` for the number of blocks."""
+    if num_blocks == 4:
+        _advance_four(sums, query, key, following, value, factors, known, out, state_size)
+    elif num_blocks == 2:
+        _advance_two(sums, query, key, following, value, factors, known, out, state_size)
+    else:
+        _advance_one(sums, query, key, following, value, factors, known, out, state_size)
 
 
 @ordered
@@ -148,6 +210,7 @@ def _advance(args: Any) -> None:
     factors = carray(pointer(factors_address, _F32), (num_tokens, 2 * num_heads))
     out = carray(pointer(out_address, _F32), (num_tokens, width))
     num_blocks = dim // BLOCK if dim % BLOCK == 0 else 0
+    known = np.empty(MAX_BLOCKS * BLOCK, np.float32)
     unit = next_unit(args)
     while unit < num_seqs * num_heads:
         sequence, head = unit // num_heads, unit % num_heads
@@ -156,24 +219,32 @@ def _advance(args: Any) -> None:
         sums = carray(pointer(address, _F32), (state_size, dim))
         query_at = head * num_groups // num_heads * state_size
         key_at, value_at = query_at + key_width, 2 * key_width + first
-        for k in range(0, num_blocks, 2):  # so few that their sums fit into the first-level cache
-            part = address + k * state_size * BLOCK * _BYTES
+        k = 0
+        while k < num_blocks:
+            count, part = count_blocks(num_blocks - k), address + k * state_size * BLOCK * _BYTES
+            key = x_address + (begin * num_channels + key_at) * _BYTES
+            _multiply_key(count, part, key, known.ctypes.data, state_size)
             for t in range(begin, end):
                 row = x_address + t * num_channels * _BYTES
-                value = row + (value_at + k * BLOCK) * _BYTES
+                query, key = row + query_at * _BYTES, row + key_at * _BYTES
+                following = key + num_channels * _BYTES if t + 1 < end else key
+                inputs = (query, key, following, row + (value_at + k * BLOCK) * _BYTES)
+                if t + 1 < end:
+                    ahead = num_channels * _BYTES
+                    prefetch_inputs(query + ahead, state_size * _BYTES)
+                    prefetch_inputs(following + ahead, state_size * _BYTES)
+                    prefetch_inputs(inputs[3] + ahead, count * BLOCK * _BYTES)
                 given = factors_address + 2 * (t * num_heads + head) * _BYTES
                 target = out_address + (t * width + first + k * BLOCK) * _BYTES
-                inputs = (row + query_at * _BYTES, row + key_at * _BYTES, value)
-                if k + 1 < num_blocks:
-                    _advance_pair(part, *inputs, given, target, state_size)
-                else:
-                    _advance_one(part, *inputs, given, target, state_size)
+                _advance_token(count, part, *inputs, given, known.ctypes.data, target, state_size)
+            k += count
         for t in range(begin, end if num_blocks == 0 else begin):
             query, key = x[t, query_at : query_at + state_size], x[t, key_at : key_at + state_size]
             decay, strength = factors[t, 2 * head], factors[t, 2 * head + 1]
             for p in range(dim):
                 out[t, first + p] = _advance_channel(sums, query, key, x[t, value_at + p], decay, strength, p)
         unit = next_unit(args)
+    keep_alive(known)
 
 
 @ordered

@@ -6,11 +6,9 @@ from torch import Tensor
 
 from tgis.shard.kernels.cpu.delta_net import kernels
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
-from tgis.shard.kernels.cpu.mamba.launch import convolve
+from tgis.shard.kernels.cpu.states.launch import FEW, convolve
 from tgis.shard.layers.states import DeltaNet
 from tgis.shard.memory.state_cache import StepStates
-
-_FEW = 1 << 14  # multiplications, below which several threads cost more than they save
 
 
 def mix_delta(rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: StepStates) -> Tensor:
@@ -22,7 +20,7 @@ def mix_delta(rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: 
     channels = convolve(rows, mixer.kernel, mixer.kernel_bias, layer, states)
     factors = _prepare(channels, gates, mixer)
     out = _advance(channels, factors, mixer, layer, states)
-    tokens_per_unit = max(1, _FEW // sizes.width)
+    tokens_per_unit = max(1, FEW // sizes.width)
     _choose(kernels.norm_gate, num_tokens <= tokens_per_unit)(
         *(num_tokens, sizes.width, tokens_per_unit, sizes.head_dim, row_size, as_bits(mixer.eps)),
         *(rows.data_ptr(), mixer.norm_weight.data_ptr(), out.data_ptr()),
@@ -35,7 +33,7 @@ def _prepare(channels: Tensor, gates: Tensor, mixer: DeltaNet) -> Tensor:
     num_heads]."""
     sizes, num_tokens = mixer.sizes, len(channels)
     factors = empty(num_tokens, 2 * sizes.num_heads)
-    tokens_per_unit = max(1, _FEW // sizes.group_width)
+    tokens_per_unit = max(1, FEW // sizes.group_width)
     _choose(kernels.prepare, num_tokens <= tokens_per_unit)(
         *(num_tokens, sizes.num_channels, sizes.num_groups, sizes.state_size, sizes.num_heads),
         *(gates.shape[1], mixer.first_head, tokens_per_unit, channels.data_ptr(), gates.data_ptr()),
@@ -48,7 +46,7 @@ def _advance(channels: Tensor, factors: Tensor, mixer: DeltaNet, layer: int, sta
     """Return the heads' outputs, [num_tokens, width], and update the sums."""
     sizes, cache, num_tokens = mixer.sizes, states.cache, len(channels)
     out = empty(num_tokens, sizes.width)
-    _choose(kernels.advance, num_tokens * sizes.width * sizes.state_size < _FEW)(
+    _choose(kernels.advance, num_tokens * sizes.width * sizes.state_size < FEW)(
         *(num_tokens, len(states.slots), sizes.num_heads, sizes.head_dim, sizes.num_groups, sizes.state_size),
         *(states.slots.data_ptr(), states.begins.data_ptr(), cache.memory.stride(0)),
         *(cache.sums(layer).data_ptr(), channels.data_ptr(), factors.data_ptr(), out.data_ptr()),

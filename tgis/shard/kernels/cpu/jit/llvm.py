@@ -140,6 +140,11 @@ def prefetch(b: Any, base: Any, offset: Any) -> None:
     _prefetch(b, base, offset, is_written=0, locality=2)
 
 
+def prefetch_soon(b: Any, base: Any, offset: Any) -> None:
+    """Prefetch a cache line into the first-level cache."""
+    _prefetch(b, base, offset, is_written=0, locality=3)
+
+
 def prefetch_for_writing(b: Any, base: Any, offset: Any) -> None:
     """Prefetch a cache line into the first-level cache for exclusive use by this core."""
     _prefetch(b, base, offset, is_written=1, locality=3)

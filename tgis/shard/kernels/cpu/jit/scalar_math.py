@@ -85,3 +85,16 @@ def tanh(x: Any) -> Any:
     shrunk = exp(np.float32(-2) * abs(x))
     size = (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
     return -size if x < np.float32(0) else size
+
+
+@ordered
+def softplus(x: Any) -> Any:
+    """Return log(1 + e^x) for float32 with a relative error of 4e-7, also for large negative x. NaN gives
+    NaN."""
+    e = exp(-abs(x))
+    # log(1 + e) = 2 artanh(z), as a series
+    z = e / (np.float32(2) + e)
+    s = z * z
+    p = np.float32(1 / 9) + s * (np.float32(1 / 11) + s * np.float32(1 / 13))
+    p = np.float32(1) + s * (np.float32(1 / 3) + s * (np.float32(1 / 5) + s * (np.float32(1 / 7) + s * p)))
+    return max(x, np.float32(0)) + np.float32(2) * z * p

@@ -1,9 +1,9 @@
 """Compiled kernels of Mamba 2 layers. Tokens of a sequence are computed one after the other, each as if
 alone, so a token's bits do not depend on the step, the chunk of the prompt or the batch that computes it.
 
-The sums of some channels stay in the first-level cache while the tokens of a prompt pass. A token then takes
-few operations compared with the products before and after it. A formulation by products of matrices, whose
-bits would depend on where a prompt is cut, would save little."""
+The sums of some channels stay in the first-level cache while the tokens of a prompt pass. In float32,
+products of matrices for chunks of tokens would need as many multiplications, and states that also keep the
+inputs of an incomplete chunk."""
 
 from typing import Any
 
@@ -22,13 +22,14 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     pointer,
 )
 from tgis.shard.kernels.cpu.jit.llvm import I64
-from tgis.shard.kernels.cpu.jit.scalar_math import exp
+from tgis.shard.kernels.cpu.jit.scalar_math import exp, softplus
 from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
+from tgis.shard.kernels.cpu.jit.vectors import ZERO, load, multiply_add, prefer_512_bits, store
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
+from tgis.shard.kernels.cpu.states.blocks import count_blocks, list_blocks, prefetch_inputs
 from tgis.shard.layers.states import Gating
 from tgis.shard.memory.state_cache import BLOCK
 
-CHANNELS = 256  # channels of the convolution per unit of work
 BEFORE_NORM, AFTER_NORM, NO_NORM = range(3)
 GATINGS: dict[Gating, int] = {"before_norm": BEFORE_NORM, "after_norm": AFTER_NORM, "no_norm": NO_NORM}
 _F32, _I64 = np.float32(0), np.int64(0)
@@ -40,102 +41,53 @@ def _silu(x: Any) -> Any:
     return x / (np.float32(1) + exp(-x))
 
 
-@ordered
-def _accumulate(x: Any, weight: Any, out: Any) -> None:
-    for c in range(out.shape[0]):
-        out[c] = fused(x[c], weight[c], out[c])
-
-
-@ordered
-def _copy(x: Any, out: Any) -> None:
-    for c in range(out.shape[0]):
-        out[c] = x[c]
-
-
-@ordered
-def _silu_row(x: Any) -> None:
-    for c in range(x.shape[0]):
-        x[c] = _silu(x[c])
-
-
-@ordered
-def _move_window(rows: Any, column: int, window: Any, begin: int, end: int, first: int, last: int) -> None:
-    """Set channels first ... last of a window to the newest inputs."""
-    before = window.shape[0]
-    for i in range(before):
-        source = end - before + i
-        if source >= begin:
-            _copy(rows[source, column + first : column + last], window[i, first:last])
-        else:
-            _copy(window[before + source - begin, first:last], window[i, first:last])
-
-
-def _convolve(args: Any) -> None:
-    num_tokens, num_seqs, channels, kernel_size, row_size, column = operands(args, 1, 6)
-    slots_address, begins_address, slot_size, windows_address = operands(args, 7, 4)
-    x_address, weight_address, bias_address, out_address = operands(args, 11, 4)
-    slots = carray(pointer(slots_address, _I64), (num_seqs,))
-    begins = carray(pointer(begins_address, _I64), (num_seqs + 1,))
-    rows = carray(pointer(x_address, _F32), (num_tokens, row_size))
-    weight = carray(pointer(weight_address, _F32), (kernel_size, channels))
-    bias = carray(pointer(bias_address, _F32), (channels,))
-    out = carray(pointer(out_address, _F32), (num_tokens, channels))
-    num_parts, before = (channels + CHANNELS - 1) // CHANNELS, kernel_size - 1
-    unit = next_unit(args)
-    while unit < num_seqs * num_parts:
-        sequence, first = unit // num_parts, unit % num_parts * CHANNELS
-        last = min(first + CHANNELS, channels)
-        begin, end = begins[sequence], begins[sequence + 1]
-        address = windows_address + slots[sequence] * slot_size * _BYTES
-        window = carray(pointer(address, _F32), (before, channels))
-        for t in range(begin, end):
-            total = out[t, first:last]
-            _copy(bias[first:last], total)
-            for j in range(kernel_size):
-                source = t - before + j
-                if source >= begin:
-                    _accumulate(rows[source, column + first : column + last], weight[j, first:last], total)
-                else:
-                    _accumulate(window[before + source - begin, first:last], weight[j, first:last], total)
-            _silu_row(total)
-        _move_window(rows, column, window, begin, end, first, last)
-        unit = next_unit(args)
-
-
 def _advance_blocks(num_blocks: int) -> Any:
     """Return a function that advances blocks of a head by a token: sums = sums * decay + left (step x)^T, and
     out = sums^T right + skip x. Its arguments are addresses, `factors` that of decay, step and skip."""
 
-    def build_all(
+    @llvm_function()
+    def advance(
         b: Any, sums: Any, x: Any, left: Any, right: Any, factors: Any, out: Any, state_size: Any
     ) -> None:
+        prefer_512_bits(b)
         places = [I64(i * BLOCK * _BYTES) for i in range(num_blocks)]
         decay, step, skip = (llvm.load_broadcast(b, b.add(factors, I64(i * _BYTES)), BLOCK) for i in range(3))
-        inputs = [llvm.load_vector(b, b.add(x, place), BLOCK) for place in places]
+        inputs = [load(b, x, place) for place in places]
         scaled = [b.fmul(one, step) for one in inputs]
-        size = b.mul(state_size, I64(BLOCK * _BYTES))
-        blocks = [b.add(sums, b.mul(size, I64(i))) for i in range(num_blocks)]
+        blocks = list_blocks(b, sums, state_size, num_blocks)
 
         def build(k: Any, totals: list[Any]) -> list[Any]:
             offset, row = b.mul(k, I64(_BYTES)), b.mul(k, I64(BLOCK * _BYTES))
             into = llvm.load_broadcast(b, b.add(left, offset), BLOCK)
             from_ = llvm.load_broadcast(b, b.add(right, offset), BLOCK)
-            after = []
-            for block, one, total in zip(blocks, scaled, totals, strict=True):
-                before = llvm.load_vector(b, b.add(block, row), BLOCK)
-                value = llvm.multiply_add(b, before, decay, b.fmul(one, into))
-                llvm.store_vector(b, value, b.add(block, row))
-                after.append(llvm.multiply_add(b, value, from_, total))
-            return after
+            before = [load(b, block, row) for block in blocks]
+            added = [b.fmul(one, into) for one in scaled]
+            after = [multiply_add(b, old, decay, new) for old, new in zip(before, added, strict=True)]
+            for block, value in zip(blocks, after, strict=True):
+                store(b, value, block, row)
+            return [multiply_add(b, value, from_, total) for value, total in zip(after, totals, strict=True)]
 
-        totals = llvm.loop(b, state_size, [llvm.constant(0.0, BLOCK)] * num_blocks, build)
+        totals = llvm.loop(b, state_size, [ZERO] * num_blocks, build)
         for place, one, total in zip(places, inputs, totals, strict=True):
-            llvm.store_vector(b, llvm.multiply_add(b, one, skip, total), b.add(out, place))
+            store(b, multiply_add(b, one, skip, total), out, place)
 
-    return llvm_function()(build_all)
+    return advance
 
 
-_advance_pair, _advance_one = _advance_blocks(2), _advance_blocks(1)
+_advance_four, _advance_two, _advance_one = (_advance_blocks(num_blocks) for num_blocks in (4, 2, 1))
+
+
+@ordered
+def _advance(
+    num_blocks: int, sums: int, x: int, left: int, right: int, factors: int, out: int, state_size: int
+) -> None:
+    """Run the function of `_advance_blocks` for the number of blocks."""
+    if num_blocks == 4:
+        _advance_four(sums, x, left, right, factors, out, state_size)
+    elif num_blocks == 2:
+        _advance_two(sums, x, left, right, factors, out, state_size)
+    else:
+        _advance_one(sums, x, left, right, factors, out, state_size)
 
 
 @ordered
@@ -151,8 +103,7 @@ def _advance_channel(sums: Any, x: Any, left: Any, right: Any, factors: Any, p: 
 @ordered
 def _find_step(x: Any, shortest: Any, longest: Any) -> Any:
     """Return softplus(x), clamped."""
-    step = x if x > np.float32(20) else np.float32(np.log1p(np.exp(np.float64(x))))
-    return min(max(step, shortest), longest)
+    return min(max(softplus(x), shortest), longest)
 
 
 def _scan(args: Any) -> None:
@@ -183,16 +134,20 @@ def _scan(args: Any) -> None:
         for t in range(begin, end):
             step = _find_step(rows[t, row_size - num_heads + head] + biases[head], shortest, longest)
             factors[t, 0], factors[t, 1], factors[t, 2] = exp(step * decays[head]), step, skips[head]
-        for k in range(0, num_blocks, 2):  # so few that their sums fit into the first-level cache
-            part = address + k * state_size * BLOCK * _BYTES
+        k = 0
+        while k < num_blocks:
+            count, part = count_blocks(num_blocks - k), address + k * state_size * BLOCK * _BYTES
             for t in range(begin, end):
                 row, place = x_address + t * num_channels * _BYTES, (first + k * BLOCK) * _BYTES
                 inputs = (row + place, row + left_at * _BYTES, row + right_at * _BYTES)
+                if t + 1 < end:
+                    ahead = num_channels * _BYTES
+                    prefetch_inputs(inputs[0] + ahead, count * BLOCK * _BYTES)
+                    prefetch_inputs(inputs[1] + ahead, state_size * _BYTES)
+                    prefetch_inputs(inputs[2] + ahead, state_size * _BYTES)
                 given, target = factors.ctypes.data + 3 * t * _BYTES, out_address + t * width * _BYTES + place
-                if k + 1 < num_blocks:
-                    _advance_pair(part, *inputs, given, target, state_size)
-                else:
-                    _advance_one(part, *inputs, given, target, state_size)
+                _advance(count, part, *inputs, given, target, state_size)
+            k += count
         for t in range(begin, end if num_blocks == 0 else begin):
             left, right = x[t, left_at : left_at + state_size], x[t, right_at : right_at + state_size]
             for p in range(dim):
@@ -236,4 +191,4 @@ def _gate_norm(args: Any) -> None:
         first = next_unit(args) * rows_per_unit
 
 
-convolve, scan, gate_norm = Kernel(_convolve), Kernel(_scan), Kernel(_gate_norm)
+scan, gate_norm = Kernel(_scan), Kernel(_gate_norm)

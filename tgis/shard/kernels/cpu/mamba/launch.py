@@ -4,10 +4,9 @@ from torch import Tensor
 
 from tgis.shard.kernels.cpu.jit.compiler import as_bits, empty
 from tgis.shard.kernels.cpu.mamba import kernels
+from tgis.shard.kernels.cpu.states.launch import FEW, convolve
 from tgis.shard.layers.states import Mamba2
 from tgis.shard.memory.state_cache import StepStates
-
-_FEW = 1 << 14  # multiplications, below which several threads cost more than they save
 
 
 def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> Tensor:
@@ -20,7 +19,7 @@ def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> T
     out = empty(num_tokens, sizes.width)
     step = (states.slots.data_ptr(), states.begins.data_ptr(), slot_size)
 
-    is_small = num_tokens * sizes.width * sizes.state_size < _FEW
+    is_small = num_tokens * sizes.width * sizes.state_size < FEW
     scan = kernels.scan if is_small else kernels.scan.parallel
     scan(
         *(
@@ -37,20 +36,3 @@ def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> T
         *(as_bits(mixer.min_step), as_bits(mixer.max_step), out.data_ptr()),
     )
     return out
-
-
-def convolve(rows: Tensor, kernel: Tensor, bias: Tensor, layer: int, states: StepStates) -> Tensor:
-    """Return silu of the causal convolution of the channels that follow the gate in rows, [num_tokens,
-    num_channels], and update the windows."""
-    sizes, cache = states.cache.shape.sizes, states.cache
-    num_tokens, row_size = rows.shape
-    channels = empty(num_tokens, sizes.num_channels)
-    is_small = num_tokens * sizes.num_channels * sizes.kernel_size < _FEW
-    run = kernels.convolve if is_small else kernels.convolve.parallel
-    run(
-        *(num_tokens, len(states.slots), sizes.num_channels, sizes.kernel_size, row_size, sizes.width),
-        *(states.slots.data_ptr(), states.begins.data_ptr(), cache.memory.stride(0)),
-        *(cache.windows(layer).data_ptr(), rows.data_ptr()),
-        *(kernel.data_ptr(), bias.data_ptr(), channels.data_ptr()),
-    )
-    return channels

@@ -32,9 +32,9 @@ from tgis.shard.kernels.cpu.attention.tiles import (
     start_row,
     write_bounds,
 )
-from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
+from tgis.shard.kernels.cpu.jit.vectors import LANES, peek, poke
 
 ELEMENT = np.uint64(0)  # value of the type TILE_PAIR
 

@@ -9,11 +9,11 @@ from typing import Any
 from tgis.shard.kernels.cpu.amx.inner_loop import open_tiles
 from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN
-from tgis.shard.kernels.cpu.attention.vectors import LANES, load, multiply_add, prefer_512_bits, store
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I64
+from tgis.shard.kernels.cpu.jit.vectors import LANES, load, multiply_add, prefer_512_bits, store
 
 DEPTH = pairs.COLUMNS * TILE_ROWS  # channels or keys of an instruction
 # Tiles 0 to 3 hold results, 4 holds rows, and 6 and 7 hold keys or values.

@@ -11,10 +11,10 @@ from tgis.shard.kernels.cpu.attention.elements.float8 import (
     load_float8,
 )
 from tgis.shard.kernels.cpu.attention.elements.int8 import CODE, INT8_ELEMENTS, build_code, load_codes
-from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic
 from tgis.shard.kernels.cpu.jit.scalar_math import ELEMENTS, build_stored
+from tgis.shard.kernels.cpu.jit.vectors import LANES
 
 # Type of the cache -> a value of the numba type of its elements.
 CACHE_ELEMENTS = {**ELEMENTS, **FLOAT8_ELEMENTS, **INT8_ELEMENTS}

@@ -13,10 +13,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import typeof_impl
 
-from tgis.shard.kernels.cpu.attention.vectors import poke
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I1, I8, I32
+from tgis.shard.kernels.cpu.jit.vectors import poke
 from tgis.shard.memory.kv_cache import SCALE_BYTES
 
 LARGEST = 127  # code of the largest magnitude

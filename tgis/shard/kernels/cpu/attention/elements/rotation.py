@@ -11,10 +11,10 @@ import numpy as np
 from llvmlite import ir
 from numba import carray
 
-from tgis.shard.kernels.cpu.attention.vectors import LANES, VECTOR, load, multiply_add, store
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered, pointer
 from tgis.shard.kernels.cpu.jit.llvm import I64
+from tgis.shard.kernels.cpu.jit.vectors import LANES, VECTOR, load, multiply_add, store
 
 _F32 = np.float32(0)
 

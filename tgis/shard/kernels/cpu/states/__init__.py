@@ -1,0 +1,1 @@
+"""Compiled kernels that recurrent layers of all kinds share."""
