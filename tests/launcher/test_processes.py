@@ -85,9 +85,11 @@ def test_children_get_flags_and_not_the_variables(service: Service) -> None:
     assert router[router.index("--max-concurrent-requests") + 1] == "64"
     assert router[router.index("--max-sequence-length") + 1] == "512"
     assert "--otlp-service-name" not in router
-    for rank in range(2):
-        options = service.wait_for_line(f"options from the launcher: .*--rank {rank} ")
+    received = [line for line in service.lines if "options from the launcher: " in line]
+    for rank, options in enumerate(sorted(received)):
+        assert f" --rank {rank} " in options
         assert f" --prefix-store-path {Path.cwd()}/prompts/of ours " in options
+    assert len(received) == 2
     for pids in children_of(service.process.pid).values():
         for pid in pids:
             names = {line.partition("=")[0] for line in strings(pid, "environ")}

@@ -53,9 +53,7 @@ class Plan:
     """Name of the served model if the configured name is that of a speculator for it."""
 
 
-def make_plan(
-    config: LauncherConfig, gguf_path: Path | None = None, num_shards: int | None = None
-) -> Plan:
+def make_plan(config: LauncherConfig, gguf_path: Path | None = None, num_shards: int | None = None) -> Plan:
     """Check the configuration and locate the model, which is in `gguf_path` if given. The shards are counted
     unless `num_shards` is given.
 

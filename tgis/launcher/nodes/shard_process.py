@@ -29,9 +29,15 @@ class ShardProcess:
         command = ["serve", "--rank", str(rank), "--device", config.device, "--log-level", config.log_level]
         command += [*(["--json-output"] if config.json_output else []), "--options-fd", str(fd)]
         env = SHARD_ENV if uses_tcp(config) else SHARD_ENV | LOCAL_ENV
-        fields = line_fields(config, "shard", {"rank": rank})
-        prefix = f"Shard {rank}: "
-        self._child = Child(f"shard {rank}", command, prefix, env, has_heartbeat=True, fds=[fd], fields=fields)
+        self._child = Child(
+            f"shard {rank}",
+            command,
+            f"Shard {rank}: ",
+            env,
+            has_heartbeat=True,
+            fds=[fd],
+            fields=line_fields(config, "shard", {"rank": rank}),
+        )
 
     async def start(self) -> None:
         with self._their_options:
