@@ -61,8 +61,7 @@ def make_plan(config: LauncherConfig, gguf_path: Path | None = None, num_shards:
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
         raise LaunchError("dtype and dtype_str args both provided with different values")
     _check_budget(config)
-    if num_shards is None:
-        num_shards = count_shards(config, uses_gpus(config))
+    num_shards = num_shards or count_shards(config, uses_gpus(config))
     _warn_of_older_names(config)
     cache = hub_cache(config)
     path = gguf_path or find_model(config.model_name, config.revision, cache)
