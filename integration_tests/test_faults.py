@@ -103,7 +103,7 @@ def test_sigterm_finishes_active_calls(model: Model) -> None:
         started = time.monotonic()
         assert service.end(signal.SIGTERM) == 0, service.output
         assert time.monotonic() - started < 8
-        assert {stream.result(10)[1] for stream in streams} == {pb.MAX_TOKENS}
+        assert {stream.result(10).stop_reason for stream in streams} == {pb.MAX_TOKENS}
     client.channel.close()
 
 

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
-SERVICE, CPU, CUDA, BUILD = "service", "torch-cpu", "torch-cuda", "build"
+SERVICE, CPU, CUDA, BUILD, INSTALL = "service", "torch-cpu", "torch-cuda", "build", "install"
 EXTRA = "image"
 HASH = "--hash=sha256:"
 # Platforms of the service, with each Python of pyproject.toml's classifiers.
@@ -230,7 +230,7 @@ def main() -> int:
     try:
         locks = {
             name: read_lock((ROOT / "locks" / f"{name}.lock").read_text())
-            for name in (SERVICE, CPU, CUDA, BUILD)
+            for name in (SERVICE, CPU, CUDA, BUILD, INSTALL)
         }
     except LockError as error:
         print(f"locks: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@
 #   service.lock      what the service and the image's extras need, but for torch
 #   torch-cpu.lock    torch's build for CPUs, which only PyTorch's own index has
 #   torch-cuda.lock   torch's build for CUDA, and the libraries that come with it
+#   install.lock      uv, with which the Makefile installs service.lock
 #   build.lock        what builds the service from its sources
 set -eu
 uv=$1 upgrade=${2:-}
@@ -35,6 +36,8 @@ torch=$(sed -n 's/^torch==//p' constraints.txt)
 if ! grep -qs "^torch==$torch+cpu " locks/torch-cpu.lock; then
     echo torch | compile torch-cpu - -c constraints.txt --no-deps --default-index "${TORCH_INDEX:?}"
 fi
+
+echo uv | compile install -
 
 # hatchling asks for editables where a package is installed from its sources.
 "$(dirname "$uv")/python" -c '

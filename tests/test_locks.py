@@ -43,6 +43,7 @@ speed==5 {HASH}
     "torch-cpu": f"torch==2.13.0+cpu {HASH}\n",
     "torch-cuda": f"torch==2.13.0 {HASH}\nlibrary==13 {HASH}\n",
     "build": f"builder==1.5 {HASH}\n",
+    "install": f"installer==7 {HASH}\n",
 }
 INSTALLED: Needs = {
     "torch": ("2.13.0+cpu", []),

@@ -57,8 +57,8 @@ def service(model: Path, sockets: Path) -> Iterator[Service]:
     """A run with two shards leaves no files."""
     own = {"SHARD_UDS_PATH": f"{sockets}/shard", "ADAPTER_CACHE": str(model)}
     service = launch(
-        model, "--dtype", "float32", "--log-level", "info", env=ENV | own
-    )  # ENV's level hides too much
+        model, "--dtype", "float32", "--log-level", "debug", env=ENV | own
+    )  # debug logs the shards' options
     try:
         yield service.wait_until_serving()
     finally:
@@ -85,8 +85,11 @@ def test_children_get_flags_and_not_the_variables(service: Service) -> None:
     assert router[router.index("--max-concurrent-requests") + 1] == "64"
     assert router[router.index("--max-sequence-length") + 1] == "512"
     assert "--otlp-service-name" not in router
-    for shard in by_command["serve"]:
-        assert shard[shard.index("--prefix-store-path") + 1] == f"{Path.cwd()}/prompts/of ours"
+    received = [line for line in service.lines if "options from the launcher: " in line]
+    for rank, options in enumerate(sorted(received)):
+        assert f" --rank {rank} " in options
+        assert f" --prefix-store-path {Path.cwd()}/prompts/of ours " in options
+    assert len(received) == 2
     for pids in children_of(service.process.pid).values():
         for pid in pids:
             names = {line.partition("=")[0] for line in strings(pid, "environ")}

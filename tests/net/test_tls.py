@@ -125,6 +125,7 @@ def test_unreadable_files_are_named(
 
 WITHOUT_RIGHTS = """
 import os, sys
+import cryptography.x509  # the other user may not be able to read it
 from tgis.net.tls import Certificates, CertificateError, TlsFiles
 
 if os.getuid() == 0:  # who may read everything

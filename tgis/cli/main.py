@@ -3,6 +3,7 @@
 Only `tgis.cli` reads options from the environment."""
 
 import gc
+import logging
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,15 +19,18 @@ from tgis.cli.process_command import process_command
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, Setting, SettingsError
 from tgis.config.model import FRAMEWORKS
-from tgis.config.option import Group, variables_of
+from tgis.config.option import Group, to_flags, variables_of
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.hub import model_files
 from tgis.hub.cache import find_model
 from tgis.hub.gguf_files import refuse_gguf
 from tgis.hub.speculators import find_speculator
 from tgis.hub.startup_adapters import resolve_adapter_options
+from tgis.process.handover import receive_options
 from tgis.process.heartbeat import Heartbeat
 from tgis.router.api.registry import foreign_aliases
+
+logger = logging.getLogger(__name__)
 
 SECRETS = ("auth_tokens", "hf_token")
 SECRET_VARIABLES = (
@@ -72,9 +76,11 @@ def _run_engine(config: RouterConfig) -> None:
 
 
 def _run_shard(config: ShardConfig) -> None:
-    _begin(config, f"rank={config.rank}", f"epoch={config.epoch}")
     heartbeat = Heartbeat(config.heartbeat_fd)  # before the imports, which also may hang
     _stay_offline()
+    if config.options_fd is not None:
+        config = _receive_options(config.options_fd, config.device)
+    _begin(config, f"rank={config.rank}", f"epoch={config.epoch}")
     settings = model_files.read_config(Path(config.model_path))
     length = config.max_sequence_length or model_files.max_sequence_length(settings)
     cache = models.cache_root() if config.lora_adapters or config.speculator else Path()
@@ -84,6 +90,22 @@ def _run_shard(config: ShardConfig) -> None:
 
     speculator = str(find_speculator(config.speculator, cache)) if config.speculator else None
     server.serve(replace(config, speculator=speculator, **asdict(tuning)), heartbeat)
+
+
+def _receive_options(fd: int, device: str) -> ShardConfig:
+    """Import the libraries of a shard on `device`, and then wait for the launcher's options. Raises
+    HandoverError."""
+    gc.disable()  # imports produce no garbage
+    from tgis.shard import server  # noqa: F401
+    from tgis.shard.startup import choose_platform
+
+    choose_platform.import_platform(device)
+    options, fds = receive_options(fd)
+    if fds:
+        options["rendezvous_fd"] = fds[0]  # the launcher's number means nothing here
+    config = ShardConfig(**options)
+    logger.debug("options from the launcher: %s", " ".join(to_flags(config)))
+    return config
 
 
 def _stay_offline() -> None:
@@ -97,7 +119,7 @@ def _complete_shard(settings: dict[str, Setting], values: dict[str, Any]) -> Non
         refuse_gguf(Path(values["model_name"]))
         path = find_model(values["model_name"], values["revision"], models.cache_root())
         settings["model_path"] = Setting(str(path), "MODEL_NAME")
-    if settings["model_path"].value is None:
+    if settings["model_path"].value is None and settings["options_fd"].value is None:
         raise click.UsageError("Missing option '--model-path', or MODEL_NAME as an argument.")
     if values["framework"] and settings["deployment_framework"].source == DEFAULT:
         settings["deployment_framework"] = Setting(values["framework"], "DEPLOYMENT_FRAMEWORK")

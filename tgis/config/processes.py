@@ -301,3 +301,11 @@ class ShardConfig(
         env=False,
         group=Group.LIFECYCLE,
     )
+    options_fd: int | None = option(
+        "Open file descriptor of a socket; the process imports its libraries, receives all options from the "
+        "launcher, and then loads the model. Unset: the options are those of the command line.",
+        None,
+        env=False,
+        minimum=0,
+        group=Group.LIFECYCLE,
+    )

@@ -13,11 +13,10 @@ from tgis.config.model import ENGINES
 from tgis.config.network import LinkOptions
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.hub.gguf_files import SUFFIX
-from tgis.launcher.plan import Plan
+from tgis.launcher.plan import Plan, uses_gpus
 from tgis.launcher.run_files import RunFiles
 from tgis.logs import Scalar, process_fields
 from tgis.net.addresses import TcpAddress
-from tgis.process.gpus import has_gpus
 
 C = TypeVar("C", RouterConfig, ShardConfig)
 
@@ -45,7 +44,7 @@ class ChildConfigs:
         self.num_shards = plan.num_shards
         self._first_rank = config.node_rank * plan.num_shards
         self._world_size = config.nnodes * plan.num_shards
-        self.uses_tcp = config.nnodes > 1 or config.headless
+        self.uses_tcp = uses_tcp(config)
 
     def addresses(self, host: str) -> list[TcpAddress]:
         """Return the addresses of this node's shards at `host`. Each rank of the group uses two ports."""
@@ -123,9 +122,7 @@ class ChildConfigs:
 
     def _compute_type(self) -> str:
         """Return the kind of machine that TGI's API reports."""
-        config = self.launcher
-        is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
-        return config.compute_type or ("gpu" if is_cuda else "cpu")
+        return self.launcher.compute_type or ("gpu" if uses_gpus(self.launcher) else "cpu")
 
     @cached_property
     def _auth_tokens_path(self) -> str | None:
@@ -147,6 +144,11 @@ class ChildConfigs:
         if not self.uses_tcp:  # a launcher may be given link options that its group does not use
             names -= LINK_OPTIONS
         return config_type(**{name: getattr(self.launcher, name) for name in names}, **own)
+
+
+def uses_tcp(config: LauncherConfig) -> bool:
+    """Return True if the router reaches shards over TCP, because they may be on other machines."""
+    return config.nnodes > 1 or config.headless
 
 
 def served_name(model_name: str, model_path: Path) -> str:

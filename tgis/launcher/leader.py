@@ -15,6 +15,7 @@ from tgis.config.processes import LauncherConfig
 from tgis.launcher.child_configs import ChildConfigs, line_fields
 from tgis.launcher.nodes.local_node import LocalNode, Node, run_all
 from tgis.launcher.nodes.remote_nodes import RemoteNodes
+from tgis.launcher.nodes.shard_process import ShardProcesses
 from tgis.launcher.plan import END_S, GIVE_UP_S, LaunchError, Plan
 from tgis.launcher.router_group import Router, RouterGroup
 from tgis.launcher.run_files import RunFiles
@@ -31,7 +32,7 @@ RESOLVE_S = 1.0  # between two attempts, because a pod may start before its name
 
 
 class Leader:
-    def __init__(self, config: LauncherConfig, plan: Plan) -> None:
+    def __init__(self, config: LauncherConfig, plan: Plan, shards: ShardProcesses) -> None:
         """Check that the ports are free. Raises PortError if one is taken, and RunDirectoryError."""
         self._ports: SharedPorts[LauncherConfig] | None = None
         if plan.router_workers > 1:
@@ -44,7 +45,7 @@ class Leader:
         self._files = RunFiles(plan, config.shard_uds_path, line_fields(config, "tokenizer"))
         self._configs = ChildConfigs(config, plan, self._files)
         self._addresses = self._files.path / "addresses"
-        self._local = LocalNode(self._configs)
+        self._local = LocalNode(self._configs, shards)
         self._remote: RemoteNodes | None = None
         self._router: Router | None = None
 

@@ -4,14 +4,14 @@ import asyncio
 import logging
 import signal
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 from tgis.config.processes import LauncherConfig
 from tgis.launcher.gguf_model import find_gguf_model
 from tgis.launcher.leader import Leader
 from tgis.launcher.nodes.follower import Follower
-from tgis.launcher.plan import make_plan
+from tgis.launcher.nodes.shard_process import ShardProcesses
+from tgis.launcher.plan import Plan, count_shards, make_plan, uses_gpus
 from tgis.launcher.startup_downloads import download_missing
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 def run(config: LauncherConfig) -> None:
     """Run this node's launcher until a clean stop.
 
-    Raises the errors of `download_missing`, `find_gguf_model`, `make_plan`, Leader and Follower."""
+    Raises the errors of `download_missing`, `count_shards`, `find_gguf_model`, `make_plan`, Leader and
+    Follower."""
     asyncio.run(_run(config))
 
 
@@ -35,11 +36,16 @@ async def _run(config: LauncherConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     if not await _finish(download_missing(config), stopping):
         return
+    num_shards = count_shards(config, uses_gpus(config))
     gguf = find_gguf_model(config)
+    shards = ShardProcesses(config, num_shards)
     try:
+        await shards.start()
         if gguf is None or await _finish(gguf.read(), stopping):
-            await _run_node(config, gguf.path if gguf else None, stopping, aborting)
+            plan = make_plan(config, gguf.path if gguf else None, num_shards)
+            await _run_node(config, plan, shards, stopping, aborting)
     finally:
+        await shards.kill()
         if gguf is not None:
             gguf.remove()
 
@@ -58,12 +64,13 @@ async def _finish(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> b
 
 
 async def _run_node(
-    config: LauncherConfig, gguf_path: Path | None, stopping: asyncio.Event, aborting: asyncio.Event
+    config: LauncherConfig,
+    plan: Plan,
+    shards: ShardProcesses,
+    stopping: asyncio.Event,
+    aborting: asyncio.Event,
 ) -> None:
-    """Run this node with the GGUF model in `gguf_path`, or else with the model that the configuration
-    names."""
-    plan = make_plan(config, gguf_path)
-    node = (Follower if config.node_rank else Leader)(config, plan)
+    node = (Follower if config.node_rank else Leader)(config, plan, shards)
     logger.info("loading %s on %d shards", plan.model_path, plan.num_shards)
     main = asyncio.create_task(node.run())
     stop = asyncio.create_task(stopping.wait())

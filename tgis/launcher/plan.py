@@ -53,15 +53,15 @@ class Plan:
     """Name of the served model if the configured name is that of a speculator for it."""
 
 
-def make_plan(config: LauncherConfig, gguf_path: Path | None = None) -> Plan:
-    """Check the configuration and locate the model, which is in `gguf_path` if given.
+def make_plan(config: LauncherConfig, gguf_path: Path | None = None, num_shards: int | None = None) -> Plan:
+    """Check the configuration and locate the model, which is in `gguf_path` if given. The shards are counted
+    unless `num_shards` is given.
 
     Raises LaunchError, AdapterOptionsError, CacheConflictError or ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
         raise LaunchError("dtype and dtype_str args both provided with different values")
     _check_budget(config)
-    is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
-    num_shards = count_shards(config, is_cuda)
+    num_shards = num_shards or count_shards(config, uses_gpus(config))
     _warn_of_older_names(config)
     cache = hub_cache(config)
     path = gguf_path or find_model(config.model_name, config.revision, cache)
@@ -117,6 +117,11 @@ def choose_router_workers(configured: int | None, cores: int) -> int:
     source = "user-defined" if configured else f"default on {cores} cores"
     logger.info("router_workers is %d (%s)", number, source)
     return number
+
+
+def uses_gpus(config: LauncherConfig) -> bool:
+    """Return True if the shards use GPUs unless torch or the model prevents it."""
+    return config.device != "cpu" and has_gpus(config.cuda_visible_devices)
 
 
 def count_shards(config: LauncherConfig, is_cuda: bool) -> int:

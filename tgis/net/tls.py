@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
-from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes, PublicKeyTypes
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from tgis.config.network import LinkOptions, PortOptions
 from tgis.errors import OperatorError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes, PublicKeyTypes
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +195,10 @@ class Certificates:
 
     def _read(self) -> _Content:
         """Read and check the files. Raises CertificateError."""
+        # Only here, because its import takes a twentieth of a second of every process's start.
+        from cryptography import x509
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
         files = self._files
         key = _read_file(files.key, "key")
         cert = _read_file(files.cert, "cert")
@@ -225,6 +228,8 @@ class Certificates:
     @contextmanager
     def _parsing(self, file: str) -> Iterator[None]:
         """Convert parse errors in the block to a CertificateError that names the file."""
+        from cryptography.exceptions import UnsupportedAlgorithm
+
         try:
             yield
         except TypeError as error:  # only a key raises it
@@ -289,7 +294,9 @@ def _read_file(path: str, what: str) -> bytes:
         raise CertificateError(f"couldn't load {what} from {path}: {error.strerror}") from error
 
 
-def _public_bytes(key: CertificatePublicKeyTypes | PublicKeyTypes) -> bytes:
+def _public_bytes(key: "CertificatePublicKeyTypes | PublicKeyTypes") -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
 

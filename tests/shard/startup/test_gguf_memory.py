@@ -13,6 +13,7 @@ from tests.support.shard.driver import configure
 from tests.support.shard.gguf_writer import write_gguf
 from tgis.convert.gguf.model_directory import write_model_directory
 from tgis.shard.checkpoint.gguf_memory import measure_gguf
+from tgis.shard.checkpoint.opening import list_gguf
 from tgis.shard.checkpoint.tensors import ALL
 from tgis.shard.checkpoint.weights import Weights, first_of
 from tgis.shard.collectives import ProcessGroup
@@ -124,3 +125,17 @@ def test_a_tied_head_multiplies_with_the_codes_of_the_table(directory: Path, ran
     ids = torch.tensor([3, 48, 0, 31, 32])
     assert torch.equal(table.look_up(ids), wide.look_up(ids))
     assert (table.num_rows, table.width) == (wide.num_rows, wide.width) == (len(range(99)[rows]), 256)
+
+
+def test_a_file_is_read_once_until_it_is_replaced(directory: Path, tmp_path: Path) -> None:
+    source = list_gguf(directory)[0].parent
+    replaced = tmp_path / "model.gguf"
+    write_gguf(source, replaced, "llama", kinds={"model.embed_tokens.weight": Type.Q8_0})
+    first = measure_gguf(tmp_path)
+    assert measure_gguf(tmp_path) is first
+    write_gguf(source, replaced, "llama", kinds={"model.embed_tokens.weight": Type.Q4_0})
+    again = measure_gguf(tmp_path)
+    assert first is not None
+    assert again is not None
+    assert first.elements["Q8_0"] - again.elements["Q8_0"] == EMBEDDING
+    assert again.elements["Q4_0"] - first.elements["Q4_0"] == EMBEDDING

@@ -10,6 +10,7 @@ from tgis.config.processes import LauncherConfig
 from tgis.launcher.child_configs import ChildConfigs, Start, line_fields
 from tgis.launcher.nodes.local_node import LocalNode, ShardEndedError
 from tgis.launcher.nodes.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError
+from tgis.launcher.nodes.shard_process import ShardProcesses
 from tgis.launcher.plan import LaunchError, Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_health import serve_health
@@ -22,14 +23,14 @@ RETRY_S = 1.0
 
 
 class Follower:
-    def __init__(self, config: LauncherConfig, plan: Plan) -> None:
+    def __init__(self, config: LauncherConfig, plan: Plan, shards: ShardProcesses) -> None:
         """Read the certificates and create the run directory. Raises RunDirectoryError and
         CertificateError."""
         self._config = config
         self._certificates = link_certificates(config, mutual_client_context)
         self._files = RunFiles(plan, config.shard_uds_path, line_fields(config, "tokenizer"))
         self._configs = ChildConfigs(config, plan, self._files)
-        self._local = LocalNode(self._configs)
+        self._local = LocalNode(self._configs, shards)
         self._running: asyncio.Task[None] | None = None
         self._last_warning = ""
         self._idle = asyncio.Event()

@@ -4,20 +4,13 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
-from tgis.config.option import to_flags
-from tgis.launcher.child_configs import ChildConfigs, Start, line_fields
+from tgis.launcher.child_configs import ChildConfigs, Start
+from tgis.launcher.nodes.shard_process import ShardProcess, ShardProcesses
 from tgis.launcher.plan import LaunchError
 from tgis.net.addresses import TcpAddress
-from tgis.process.child import Child, End
+from tgis.process.child import End
 
 LOOPBACK = "127.0.0.1"
-# Number of spins of an idle OpenMP thread before it sleeps. By default it spins for milliseconds and takes a
-# core from the router, the clients and the other threads of its step: next to one busy process, a step then
-# takes ten times as long. Without spinning, every operator costs a wake-up, which halves the speed of a small
-# model.
-SHARD_ENV = {"GOMP_SPINCOUNT": "2000"}
-# Shards of one machine communicate over its loopback interface only, and so must NCCL.
-LOCAL_ENV = {"NCCL_SOCKET_IFNAME": "lo"}
 # Signal that kills a process when it touches shared memory that cannot be allocated.
 BUS_ERROR = "SIGBUS"
 BUS_ERROR_HINT = "; the shards may lack shared memory: mount at least 1 GB of it at /dev/shm"
@@ -56,9 +49,10 @@ class Node(Protocol):
 class LocalNode:
     num_losses = 0
 
-    def __init__(self, configs: ChildConfigs) -> None:
+    def __init__(self, configs: ChildConfigs, processes: ShardProcesses) -> None:
         self._configs = configs
-        self._shards: list[Child] = []
+        self._processes = processes
+        self._shards: list[ShardProcess] = []
         self.host = LOOPBACK
 
     @property
@@ -70,27 +64,20 @@ class LocalNode:
 
     async def start(self, start: Start, listener: int | None = None) -> None:
         await self.kill()
-        self._shards = [self._child(index, start, listener) for index in range(self._configs.num_shards)]
-        await asyncio.gather(*(child.start() for child in self._shards))
-        loaded = run_all(child.loaded.wait() for child in self._shards)
+        await self._processes.start()
+        self._shards = self._processes.take()
+        for index, shard in enumerate(self._shards):
+            shard.load(self._configs.shard(index, start, self.host, listener))
+        loaded = run_all(shard.wait_until_loaded() for shard in self._shards)
         await run_unless_ended(loaded, self.wait())
 
     async def wait(self) -> End:
-        end = await first_end(child.wait() for child in self._shards)
+        end = await first_end(shard.wait() for shard in self._shards)
         is_shared = len(self._shards) > 1 and end.text.endswith(BUS_ERROR)
         return End(end.text + BUS_ERROR_HINT) if is_shared else end
 
     async def kill(self) -> None:
-        await asyncio.gather(*(child.kill() for child in self._shards))
-
-    def _child(self, index: int, start: Start, listener: int | None) -> Child:
-        config = self._configs.shard(index, start, self.host, listener)
-        command = ["serve", *to_flags(config)]
-        prefix = f"Shard {config.rank}: "
-        env = SHARD_ENV if self._configs.uses_tcp else SHARD_ENV | LOCAL_ENV
-        fds = [] if config.rendezvous_fd is None else [config.rendezvous_fd]
-        fields = line_fields(self._configs.launcher, "shard", vars(config))
-        return Child(f"shard {config.rank}", command, prefix, env, has_heartbeat=True, fds=fds, fields=fields)
+        await asyncio.gather(*(shard.kill() for shard in self._shards))
 
 
 async def first_end(endings: Iterable[Coroutine[Any, Any, End]]) -> End:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tgis.shard.checkpoint.codes import CodeLayout
@@ -59,5 +60,21 @@ def measure_gguf(directory: Path) -> GgufMemory | None:
     WeightsError."""
     if not is_gguf(directory):
         return None
-    counts = GgufCheckpoint(list_gguf(directory)).count_by_type()
+    paths = tuple(list_gguf(directory))
+    return _measure(paths, tuple(map(_version_of, paths)))
+
+
+@lru_cache(maxsize=1)  # a start asks five times, and reading a vocabulary takes a tenth of a second
+def _measure(paths: tuple[Path, ...], versions: tuple[tuple[int, ...], ...]) -> GgufMemory | None:
+    """Return the matrices of files that have these versions."""
+    counts = GgufCheckpoint(paths).count_by_type()
     return GgufMemory(counts) if counts else None
+
+
+def _version_of(path: Path) -> tuple[int, ...]:
+    """Return numbers that change with a file's content; none if the file is missing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -45,6 +45,13 @@ def has_fast_bfloat16(may_use_amx: bool) -> bool:
     return has_fast_bfloat16(may_use_amx)
 
 
+def import_platform(option: str) -> None:
+    """Import the CPU's platform if `option`, as in `find_device`, selects it for every model. This takes a
+    while, and needs no model."""
+    if option == "cpu" or not torch.cuda.is_available():
+        import tgis.shard.startup.cpu_platform  # noqa: F401
+
+
 def make_platform(
     device: torch.device,
     kernel_cache: Path | None = None,

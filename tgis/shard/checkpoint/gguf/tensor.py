@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -159,6 +158,8 @@ def _widen(blocks: Bytes, type: GgufType) -> Tensor:
     """Return the elements of whole blocks, [num_rows, num_columns], dequantized to float32."""
     if type.name in PLAIN_TYPES:
         return torch.from_numpy(np.ascontiguousarray(blocks)).view(PLAIN_TYPES[type.name])
+    import gguf  # only here, because types that are kept as codes do not need it
+
     widened = gguf.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[type.name])
     return torch.from_numpy(widened)
 

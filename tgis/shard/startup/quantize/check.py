@@ -116,12 +116,12 @@ def count_bytes(
 ) -> int:
     """Return the size of a checkpoint's weights on all ranks together. `settings` is its config.json."""
     directory = Path(config.model_path)
-    elements = count_elements(directory, find_format(settings, directory))
-    table = choice.table_elements
     product_bytes = (on.product_dtype or dtype).itemsize
-    layout = find_layout(config, settings)
     if (gguf := _find_gguf(config)) is not None:
         return gguf.count_bytes(partial(_has_products, on), product_bytes)
+    elements = count_elements(directory, find_format(settings, directory))
+    table = choice.table_elements
+    layout = find_layout(config, settings)
     if layout is None or not _has_products(on, layout):
         return elements * product_bytes + table * max(0, dtype.itemsize - product_bytes)
     if layout.rounds_activations:
