@@ -8,7 +8,6 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,15 @@ class Emulator:
         assert len(reply) == 8, f"the emulated process has ended: {self._process.wait()}"
         [number] = struct.unpack("q", reply)
         return int(number)
+
+
+def run_program(source: str, model: str, directory: Path) -> str:
+    """Compile a C program in a directory, run it on a processor that QEMU emulates, and return its output."""
+    file = directory / "program.c"
+    file.write_text(source)
+    _compile(str(file), "-o", str(directory / "program"))
+    command = [_EMULATOR, "-cpu", model, "-L", _LIBRARIES, str(directory / "program")]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def _text(text: str) -> bytes:

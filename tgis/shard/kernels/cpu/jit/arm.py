@@ -5,7 +5,7 @@ import platform
 
 from numba.core import codegen, config
 
-_AT_HWCAP = 16  # from Linux's uapi/linux/auxvec.h
+AT_HWCAP = 16  # from Linux's uapi/linux/auxvec.h
 # Bit of AT_HWCAP, from arch/arm64/include/uapi/asm/hwcap.h -> LLVM's name of the feature.
 _FEATURES = {1 << 20: "dotprod"}
 
@@ -26,5 +26,5 @@ def name_features(capabilities: int) -> list[str]:
 def _read_capabilities() -> int:
     read = ctypes.CDLL(None).getauxval
     read.restype, read.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
-    value: int = read(_AT_HWCAP)
+    value: int = read(AT_HWCAP)
     return value

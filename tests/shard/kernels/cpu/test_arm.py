@@ -1,0 +1,60 @@
+"""Kernels for ARM processors. On other machines, QEMU emulates the processor, and the ordinary tests of kernels pass
+with code that is compiled for it. That needs Debian's packages qemu-user and gcc-aarch64-linux-gnu."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.shard.arm.emulator import MISSING, run_program
+from tests.support.shard.arm.target import PROCESSORS
+from tgis.shard.kernels.cpu.amx import instructions
+from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
+from tgis.shard.kernels.cpu.int8.inner_loop import ARM_DOT, INSTRUCTION_SET
+from tgis.shard.kernels.cpu.jit import arm
+from tgis.shard.kernels.cpu.jit.llvm import architecture, has_feature
+from tgis.shard.startup.cpu_platform import has_fast_bfloat16
+
+HERE = Path(__file__).parent
+THIS = "test_arm.py::test_choices"
+emulated = pytest.mark.skipif(
+    architecture() == "aarch64" or bool(MISSING),
+    reason=f"this is an ARM machine, or it lacks {' and '.join(MISSING)}",
+)
+# Reads the hardware capabilities as `arm` does, with the constants of the C library.
+CAPABILITIES = """
+#include <stdio.h>
+#include <sys/auxv.h>
+int main(void) { return printf("%d %lu", AT_HWCAP, getauxval(AT_HWCAP)) < 0; }
+"""
+
+
+def run_tests(processor: str, *names: str) -> None:
+    """Run tests of this directory with kernels for a processor."""
+    command = [sys.executable, "-m", "tests.support.shard.arm.run_tests", processor]
+    command += [str(HERE / name) for name in names]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(not has_feature("dotprod"), reason="this processor has no ARM dot product")
+def test_choices() -> None:
+    """8-bit products use the dot product. bfloat16 would be emulated, so it is not the default."""
+    assert INSTRUCTION_SET is ARM_DOT
+    assert CAN_ROUND
+    assert instructions.INSTRUCTIONS is None
+    assert not has_fast_bfloat16(may_use_amx=True)
+
+
+@emulated
+@pytest.mark.parametrize(("model", "features"), [("cortex-a57", []), ("neoverse-n1", ["+dotprod"])])
+def test_features_are_detected(model: str, features: list[str], tmp_path: Path) -> None:
+    kind, capabilities = map(int, run_program(CAPABILITIES, model, tmp_path).split())
+    assert kind == arm.AT_HWCAP
+    assert arm.name_features(capabilities) == features
+
+
+@emulated
+def test_a_kernel_runs() -> None:
+    run_tests("neoverse-n1", THIS, "pointwise/test_elementwise.py::test_sums")
