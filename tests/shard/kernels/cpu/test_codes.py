@@ -275,7 +275,7 @@ def test_layouts_without_products() -> None:
     ):
         assert code_product.find_packer(layout, rounds_activations=False) is None
     table = code_product.find_packer(CASES["a table"].layout, rounds_activations=True)
-    if table is not None:  # only with AVX2
+    if table is not None:  # only with look-ups
         assert not table(CodesInMemory(draw(CASES["a table"], 3))).kind.rounds_activations  # type: ignore[attr-defined]
 
 

@@ -20,7 +20,7 @@ from tgis.shard.kernels.cpu.codes.integer_sums import (
 )
 from tgis.shard.kernels.cpu.codes.layout import (
     COLUMNS,
-    HAS_AVX2,
+    LOOKS_UP_BYTES,
     PACKED_BITS,
     PIECE,
     PLANE,
@@ -276,7 +276,7 @@ def read_matrix(args: Any, first: int, bits: int, row_bytes: int, wide_unit: int
 def _multiply_float(args: Any, bits: int, element: Any) -> None:
     """Compute a product with float32 activations."""
     (m,) = operands(args, 1, 1)
-    # With AVX2, converting 4-bit codes for two tiles, or 8-bit codes for four, takes as long as widening them
+    # With AVX2 or NEON, converting 4-bit codes for two tiles, or 8-bit codes for four, takes as long as widening them
     # once.
     max_unwidened = ROWS if LANES == 16 or bits in PACKED_BITS else ROWS * bits // 2
     wide_unit = 4 * WIDE_UNIT if m > max_unwidened else 0
@@ -393,7 +393,7 @@ MULTIPLY = {
     Kind(6, False): Kernel(_multiply_6_bits),
     Kind(8, False): Kernel(_multiply_8_bits),
 }
-if HAS_AVX2:
+if LOOKS_UP_BYTES:
     MULTIPLY[Kind(4, False, has_any_numbers=True)] = Kernel(_multiply_4_bits_of_any_numbers)
 if CAN_ROUND:
     MULTIPLY[Kind(2, True)] = Kernel(_multiply_2_bits_rounded)
