@@ -1,14 +1,15 @@
-"""Kernels for ARM processors. On other machines, QEMU emulates the processor, and the ordinary tests of kernels pass
-with code that is compiled for it. That needs Debian's packages qemu-user and gcc-aarch64-linux-gnu."""
+"""Kernels for ARM processors. On other machines, QEMU emulates the processor, and the ordinary tests of
+kernels pass with code that is compiled for it. That needs Debian's packages qemu-user, gcc-aarch64-linux-gnu
+and libc6-dev-arm64-cross."""
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.shard.arm.emulator import MISSING, run_program
-from tests.support.shard.arm.target import PROCESSORS
 from tgis.shard.kernels.cpu.amx import instructions
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.int8.inner_loop import ARM_DOT, INSTRUCTION_SET
@@ -20,7 +21,12 @@ HERE = Path(__file__).parent
 THIS = "test_arm.py::test_choices"
 emulated = pytest.mark.skipif(
     architecture() == "aarch64" or bool(MISSING),
-    reason=f"this is an ARM machine, or it lacks {' and '.join(MISSING)}",
+    reason="this is an ARM machine, or it lacks qemu-user or gcc-aarch64-linux-gnu",
+)
+# Names of tests, by the processor for which they are compiled.
+TESTS = (
+    ("neoverse-n1", ("test_int8.py", "test_kernel_graph.py", THIS)),
+    ("neoverse-v2", ("pointwise", "test_float8.py", "../test_delta_net.py", "../test_mamba.py", THIS)),
 )
 # Reads the hardware capabilities as `arm` does, with the constants of the C library.
 CAPABILITIES = """
@@ -30,10 +36,31 @@ int main(void) { return printf("%d %lu", AT_HWCAP, getauxval(AT_HWCAP)) < 0; }
 """
 
 
-def run_tests(processor: str, *names: str) -> None:
-    """Run tests of this directory with kernels for a processor."""
-    command = [sys.executable, "-m", "tests.support.shard.arm.run_tests", processor]
-    command += [str(HERE / name) for name in names]
+ADD = """
+import sys
+from tests.support.shard.arm.run_tests import emulate_kernels
+emulate_kernels(sys.argv[1])
+import torch
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
+x, y = torch.randn(5, 37), torch.randn(5, 37)
+expected = x + y
+assert CPU_KERNELS.add(x, y).equal(expected)
+"""
+COMPILE = """
+import sys
+from tests.support.shard.arm import target
+target.use(sys.argv[1])
+from tgis.shard.kernels.cpu.jit import cache
+from tgis.shard.kernels.cpu.precompile import all_kernels
+cache._bases = []
+kernels = all_kernels()
+for kernel in kernels[int(sys.argv[2]) :: int(sys.argv[3])]:
+    assert kernel.address
+"""
+
+
+def run(*arguments: str) -> None:
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -57,4 +84,12 @@ def test_features_are_detected(model: str, features: list[str], tmp_path: Path) 
 
 @emulated
 def test_a_kernel_runs() -> None:
-    run_tests("neoverse-n1", THIS, "pointwise/test_elementwise.py::test_sums")
+    run("-c", ADD, "neoverse-n1")
+
+
+@emulated
+@pytest.mark.slow
+@pytest.mark.parametrize(("processor", "names"), TESTS)
+def test_numbers(processor: str, names: Sequence[str]) -> None:
+    """Tests of kernels pass with code for ARM."""
+    run("-m", "tests.support.shard.arm.run_tests", processor, *(str(HERE / name) for name in names))

@@ -1,5 +1,6 @@
-"""Runs tests with kernels that are compiled for ARM and emulated: `python -m tests.support.shard.arm.run_tests
-PROCESSOR [arguments of pytest]`, where PROCESSOR is a name in `target.PROCESSORS`."""
+"""Runs tests with kernels that are compiled for ARM and emulated: `python -m
+tests.support.shard.arm.run_tests PROCESSOR [arguments of pytest]`. PROCESSOR is a name in
+`target.PROCESSORS`."""
 
 import sys
 from functools import cached_property, partial
@@ -13,14 +14,14 @@ from tests.support.shard.arm.emulator import Emulator
 
 
 def main(processor: str, *arguments: str) -> int:
-    target.use(processor)
-    _emulate_kernels(processor)
+    emulate_kernels(processor)
     return pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", *arguments])
 
 
-def _emulate_kernels(processor: str) -> None:
-    """Load all kernels of this process into an emulator and run them there, on one thread. Their code is not stored
-    on disk, where this machine's code would be expected."""
+def emulate_kernels(processor: str) -> None:
+    """Compile this process's kernels for a processor of `target.PROCESSORS`, and run them in an emulator on
+    one thread. Numba must not be imported yet. The code is not stored on disk."""
+    target.use(processor)
     from tgis.shard.kernels.cpu.jit import cache, compiler
 
     cache._bases[:] = []

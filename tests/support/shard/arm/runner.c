@@ -1,7 +1,7 @@
 /* Runs compiled kernels in an emulated ARM process, on the memory of the process that started it.
  *
  * usage: runner MEMORY, a file descriptor of the other process's /proc/self/mem. Requests are read from stdin and
- * replies are written to stdout, both as 64-bit integers:
+ * replies are written to stdout, both as 64-bit integers. The first reply, 0, follows no request.
  *
  *   'L', length, path, length, name   load a library; the reply is the address of its function, 0 if there is none
  *   'C', function, args               call void function(int64 *args); the reply is 0
@@ -79,6 +79,12 @@ static int64_t read_number(void)
 	return number;
 }
 
+static void reply(int64_t number)
+{
+	fwrite(&number, sizeof number, 1, stdout);
+	fflush(stdout);
+}
+
 static const char *read_text(char text[MAX_TEXT])
 {
 	int64_t length = read_number();
@@ -112,17 +118,17 @@ int main(int argc, char **argv)
 			 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (originals == MAP_FAILED || sigaction(SIGSEGV, &on_fault, NULL))
 		return 2;
+	reply(0);
 	for (;;) {
-		int64_t kind = read_number(), reply = 0;
+		int64_t kind = read_number();
 
 		if (kind == 'L') {
-			reply = load();
+			reply(load());
 		} else {
 			int64_t function = read_number();
 
 			call((void (*)(int64_t *))function, (int64_t *)read_number());
+			reply(0);
 		}
-		fwrite(&reply, sizeof reply, 1, stdout);
-		fflush(stdout);
 	}
 }

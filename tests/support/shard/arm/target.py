@@ -13,7 +13,7 @@ PROCESSORS = {"neoverse-n1": _N1, "neoverse-v2": f"{_N1},+i8mm,+bf16"}
 
 
 def use(processor: str) -> None:
-    """Compile for a processor from now on. The code cannot run in this process, in which numba must not be imported
+    """Compile for a processor from now on. The code cannot run in this process. Numba must not be imported
     yet."""
     _import_numba(NUMBA_CPU_NAME=processor, NUMBA_CPU_FEATURES=PROCESSORS[processor])
     llvm.initialize_all_targets()
@@ -37,7 +37,7 @@ def _import_numba(**variables: str) -> None:
 
 
 def _make_relocatable(codegen: Any, options: dict[str, Any]) -> None:
-    """Set options with which code can become a shared library. Addresses take fewer instructions than in numba's
-    own code for ARM; nothing else differs."""
+    """Set options with which code can become a shared library. Addresses take fewer instructions than in
+    numba's own code for ARM; nothing else differs."""
     options.update(reloc="pic", codemodel="default", cpu=codegen._get_host_cpu_name())
     options["features"] = codegen._tm_features

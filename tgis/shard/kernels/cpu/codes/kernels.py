@@ -276,7 +276,7 @@ def read_matrix(args: Any, first: int, bits: int, row_bytes: int, wide_unit: int
 def _multiply_float(args: Any, bits: int, element: Any) -> None:
     """Compute a product with float32 activations."""
     (m,) = operands(args, 1, 1)
-    # With AVX2 or NEON, converting 4-bit codes for two tiles, or 8-bit codes for four, takes as long as widening them
+    # With AVX2, converting 4-bit codes for two tiles, or 8-bit codes for four, takes as long as widening them
     # once.
     max_unwidened = ROWS if LANES == 16 or bits in PACKED_BITS else ROWS * bits // 2
     wide_unit = 4 * WIDE_UNIT if m > max_unwidened else 0

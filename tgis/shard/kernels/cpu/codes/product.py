@@ -16,8 +16,8 @@ from tgis.shard.kernels.cpu.codes import kernels
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.codes.layout import (
     COLUMNS,
-    LOOKS_UP_BYTES,
     HAS_TABLES,
+    LOOKS_UP_BYTES,
     PACKED_BITS,
     PIECE,
     UNIT,

@@ -1,4 +1,4 @@
-"""Features of this machine's ARM processor that LLVM does not detect, although its code generator knows them."""
+"""Features of this machine's ARM processor that LLVM's code generator knows, but its detection does not."""
 
 import ctypes
 import platform
