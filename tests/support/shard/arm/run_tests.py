@@ -33,10 +33,12 @@ def emulate_kernels(processor: str) -> None:
     def make_entry(kernel: compiler.Kernel) -> Any:
         return partial(emulator.call, kernel.address)
 
-    compiler._compile, compiler._parallel = compile_and_load, None
     entry = cached_property(make_entry)
     entry.__set_name__(compiler.Kernel, "_entry")
-    compiler.Kernel._entry = entry
+    patch = pytest.MonkeyPatch()  # never undone
+    patch.setattr(compiler, "_compile", compile_and_load)
+    patch.setattr(compiler, "_parallel", None)
+    patch.setattr(compiler.Kernel, "_entry", entry)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def _look_up(b: Any, plane: Any, indices: Any) -> Any:
         lanes = list(range(first, first + 16))
         table, chosen = (llvm.shuffle(b, each, each, lanes) for each in (plane, indices))
         halves.append(llvm.call(b, "llvm.aarch64.neon.tbl1.v16i8", table.type, table, chosen))
-    return llvm.shuffle(b, *halves, list(range(32)))
+    return llvm.shuffle(b, halves[0], halves[1], list(range(32)))
 
 
 def _join_bytes(b: Any, planes: list[Any], high: int) -> list[Any]:

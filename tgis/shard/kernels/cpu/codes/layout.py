@@ -13,10 +13,10 @@ words, each with codes of one column: for 8 bits, two words of four codes, the f
 bits, one word whose bytes hold codes 0 to 3 in the lower halves and 4 to 7 in the upper halves. VNNI
 multiplies in this order.
 
-With AVX2 or NEON, a unit of 4 bits without rounded activations has two strips, each with half of the panel's
-columns in UNIT / 4 rows of COLUMNS bytes. Row i holds codes 4i to 4i + 3 of a column in two bytes that are AFTER
-bytes apart: 4i and 4i + 2 in the lower and upper half of the first, 4i + 1 and 4i + 3 in those of the second.
-The order of columns (`find_places`) is the one that interleaving instructions produce."""
+With AVX2 or NEON, a unit of 4 bits without rounded activations has two strips, each with half of the
+panel's columns in UNIT / 4 rows of COLUMNS bytes. Row i holds codes 4i to 4i + 3 of a column in two bytes
+that are AFTER bytes apart: 4i and 4i + 2 in the lower and upper half of the first, 4i + 1 and 4i + 3 in those
+of the second. The order of columns (`find_places`) is the one that interleaving instructions produce."""
 
 from enum import IntEnum
 from typing import NamedTuple

@@ -96,7 +96,7 @@ def add_signed_quads(b: Any, total: Any, x: Any, weights: Any) -> Any:
         sums, *quads = (llvm.shuffle(b, each, each, lanes) for each in (total, x, weights))
         values = [b.bitcast(each, ir.VectorType(I8, 16)) for each in quads]
         halves.append(llvm.call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", sums.type, sums, *values))
-    return llvm.shuffle(b, *halves, list(range(8)))
+    return llvm.shuffle(b, halves[0], halves[1], list(range(8)))
 
 
 def _load_weights_dot(b: Any, address: Any, lanes: int) -> list[Any]:
