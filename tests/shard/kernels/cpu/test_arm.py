@@ -19,10 +19,15 @@ emulated = pytest.mark.skipif(
     architecture() == "aarch64" or bool(MISSING),
     reason="this is an ARM machine, or it lacks qemu-user or gcc-aarch64-linux-gnu",
 )
+CODES = "test_codes.py"
 # Names of tests, by the processor for which they are compiled.
 TESTS = (
     ("neoverse-n1", ("test_int8.py", "test_kernel_graph.py")),
-    ("neoverse-v2", ("pointwise", "test_float8.py", "../test_delta_net.py", "../test_mamba.py")),
+    ("neoverse-v2", ("pointwise", "test_lora.py", "../test_delta_net.py", "../test_mamba.py")),
+    (
+        "neoverse-v2",
+        (f"{CODES}::test_sums_are_within_the_bound_of_their_roundings", f"{CODES}::test_rounded_activations"),
+    ),
 )
 # Reads the hardware capabilities as `arm` does, with the constants of the C library.
 CAPABILITIES = """
@@ -31,8 +36,8 @@ CAPABILITIES = """
 int main(void) { return printf("%d %lu", AT_HWCAP, getauxval(AT_HWCAP)) < 0; }
 """
 
-# Runs a kernel, and checks the choices: 8-bit products use the dot product; bfloat16 would be emulated, so it is
-# not the default.
+# Runs a kernel, and checks the choices: 8-bit products use the dot product; bfloat16 would be emulated, so it
+# is not the default.
 START = """
 import sys
 from tests.support.shard.arm.run_tests import emulate_kernels

@@ -3,7 +3,8 @@
 import ctypes
 import platform
 
-from numba.core import codegen, config
+from llvmlite import binding
+from numba import config
 
 AT_HWCAP = 16  # from Linux's uapi/linux/auxvec.h
 # Bit of AT_HWCAP, from arch/arm64/include/uapi/asm/hwcap.h -> LLVM's name of the feature.
@@ -14,7 +15,7 @@ def complete_features() -> None:
     """Compile for the features that LLVM does not detect. Has no effect on other processors, and if the
     variable NUMBA_CPU_FEATURES sets the features."""
     if platform.machine() == "aarch64" and config.CPU_FEATURES is None:
-        detected = codegen.get_host_cpu_features()
+        detected = binding.get_host_cpu_features().flatten()
         config.CPU_FEATURES = ",".join(filter(None, (detected, *name_features(_read_capabilities()))))
 
 
