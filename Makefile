@@ -112,6 +112,7 @@ test: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run the tests
 
 gemma: $(GEMMA)  ## Download Gemma 3 270M for some slow tests, under Gemma's terms of use (locks/gemma.lock)
 
+# The tests of kernels for ARM need qemu-user and gcc-aarch64-linux-gnu (apt has both), and are skipped without them.
 test-all: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run all tests, including slow ones
 	$(BIN)/pytest -m "not deploy and not browser" $(SPREAD)
 

@@ -101,8 +101,8 @@ class ModelOptions:
     )
     activations: str | None = option(
         "Type to which CPUs quantize the inputs of linear layers whose weights are integer codes of at most "
-        "8 bits. int8 computes in 8 bits if the processor has AVX2 or VNNI, and quantizes the head's weights "
-        "too; unset: inputs are not quantized. With --quantize int8 they always are.",
+        "8 bits. int8 computes in 8 bits if the processor has AVX2, VNNI or ARM's dot product, and quantizes "
+        "the head's weights too; unset: inputs are not quantized. With --quantize int8 they always are.",
         None,
         choices=ACTIVATIONS,
     )

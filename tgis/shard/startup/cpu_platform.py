@@ -80,5 +80,5 @@ def _can_round() -> bool:
     if CAN_ROUND:
         logger.info("products with integer codes round activations to 8 bits")
     else:
-        logger.warning("--activations int8 has no effect: the processor supports neither AVX2 nor VNNI")
+        logger.warning("--activations int8 has no effect: the processor has no AVX2, VNNI or ARM dot product")
     return CAN_ROUND

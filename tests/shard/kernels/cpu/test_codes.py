@@ -148,7 +148,7 @@ def round_groups(x: Tensor, codes: Codes) -> Tensor:
     return rounded
 
 
-@pytest.mark.skipif(not CAN_ROUND, reason="the processor has neither AVX2 nor VNNI")
+@pytest.mark.skipif(not CAN_ROUND, reason="the processor has no AVX2, VNNI or ARM dot product")
 @pytest.mark.parametrize("name", [name for name in INTEGERS if "cut" not in name and "sizes" not in name])
 def test_rounded_activations(name: str) -> None:
     codes, x = draw(CASES[name], 70), torch.randn(13, CASES[name].num_columns)
@@ -162,7 +162,7 @@ def test_rounded_activations(name: str) -> None:
     assert ((product(x).double() - expected).abs() <= bound).all()
 
 
-@pytest.mark.skipif(not CAN_ROUND, reason="the processor has neither AVX2 nor VNNI")
+@pytest.mark.skipif(not CAN_ROUND, reason="the processor has no AVX2, VNNI or ARM dot product")
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zero", [None, "least", "largest"])
 @pytest.mark.parametrize("code", ["least", "largest", "both"])
@@ -185,7 +185,7 @@ def test_the_largest_integers_do_not_saturate(bits: int, zero: str | None, code:
         assert torch.equal(actual.double(), expected[:count]), f"{count} rows"
 
 
-@pytest.mark.skipif(not CAN_ROUND, reason="the processor has neither AVX2 nor VNNI")
+@pytest.mark.skipif(not CAN_ROUND, reason="the processor has no AVX2, VNNI or ARM dot product")
 @pytest.mark.parametrize("bits", [2, 3, 5, 6])
 @pytest.mark.parametrize("is_largest", [False, True])
 def test_the_largest_packed_integers_do_not_saturate(bits: int, is_largest: bool) -> None:
@@ -275,7 +275,7 @@ def test_layouts_without_products() -> None:
     ):
         assert code_product.find_packer(layout, rounds_activations=False) is None
     table = code_product.find_packer(CASES["a table"].layout, rounds_activations=True)
-    if table is not None:  # only with AVX2
+    if table is not None:  # only with look-ups
         assert not table(CodesInMemory(draw(CASES["a table"], 3))).kind.rounds_activations  # type: ignore[attr-defined]
 
 
@@ -305,7 +305,7 @@ def test_other_machines_give_the_same_bits() -> None:
 def test_code_is_cached(kind: Kind) -> None:
     """Numba warns about code that it cannot cache."""
     if kind.rounds_activations and not CAN_ROUND:
-        pytest.skip("the processor has neither AVX2 nor VNNI")
+        pytest.skip("the processor has no AVX2, VNNI or ARM dot product")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NumbaWarning)
         assert Kernel(kernels.MULTIPLY[kind].function).address

@@ -95,7 +95,7 @@ def test_two_threads_meet() -> None:
     once."""
     weight, x = torch.randn(3 * PANEL + 1, 40), torch.randn(MAX_ROWS + 1, 40)
     product = gemm.pack(TensorInMemory(weight, "a weight"), torch.float32)
-    expected, run = product(x), ctypes.CFUNCTYPE(None, ctypes.c_void_p)(product.kernel.address)
+    expected, run = product(x), product.kernel._entry
 
     def find_missing(counter: int) -> Tensor:
         """Return the units that a thread does not take if the counter starts like this."""

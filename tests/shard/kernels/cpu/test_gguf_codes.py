@@ -109,7 +109,7 @@ def test_sums_are_within_the_bound_of_their_roundings(name: str) -> None:
             assert ((actual.double() - x.double() @ expected[:, part].double().T).abs() <= bound).all()
 
 
-@pytest.mark.skipif(not CAN_ROUND, reason="the processor has neither AVX2 nor VNNI")
+@pytest.mark.skipif(not CAN_ROUND, reason="the processor has no AVX2, VNNI or ARM dot product")
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_activations(name: str) -> None:
     tensor, expected = make_tensor(name)

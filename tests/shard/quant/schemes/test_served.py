@@ -172,7 +172,7 @@ def test_memory_is_that_of_the_stored_weights(kind: str | None, model_path: Path
             assert counted == (int(kept) if per_weight else num_elements * dtype.itemsize)
 
 
-@pytest.mark.skipif(not CAN_ROUND, reason="the processor has neither AVX2 nor VNNI")
+@pytest.mark.skipif(not CAN_ROUND, reason="the processor has no AVX2, VNNI or ARM dot product")
 def test_activations_are_rounded_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, transformers.LlamaConfig(**SMALL))
     with caplog.at_level(logging.INFO):

@@ -3,7 +3,6 @@ of CUDA graphs. All threads run through the list together, so no thread is woken
 
 import ctypes
 import math
-import platform
 import weakref
 from collections import defaultdict
 from typing import Any
@@ -125,8 +124,8 @@ def _call_function(b: Any, function: Any) -> Any:
 @llvm_function()
 def _pause(b: Any) -> None:
     """Mark a spin loop for the processor."""
-    if platform.machine() in _PAUSES:
-        name, numbers = _PAUSES[platform.machine()]
+    if llvm.architecture() in _PAUSES:
+        name, numbers = _PAUSES[llvm.architecture()]
         llvm.call(b, name, ir.VoidType(), *(I32(number) for number in numbers))
 
 

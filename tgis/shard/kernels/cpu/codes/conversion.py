@@ -17,8 +17,8 @@ _ROW, _PAIRS = ir.VectorType(I8, COLUMNS), ir.VectorType(I16, COLUMNS // 2)
 
 
 def load_table(b: Any, kind: Kind, address: Any) -> list[Any]:
-    """Emit the loads of the table of 4-bit codes in the form that `emit_numbers` needs. With AVX2 it is a
-    vector for each of the four bytes of the numbers, without bytes that are zero in all numbers."""
+    """Emit the loads of the table of 4-bit codes in the form that `emit_numbers` needs. With AVX2 or NEON
+    it is a vector for each of the four bytes of the numbers, without bytes that are zero in all numbers."""
     if kind.is_packed:
         return []
     if not kind.has_halves:
@@ -79,9 +79,21 @@ def _convert_halves(b: Any, unit: Any, table: list[Any], num_vectors: int) -> It
         row = b.load(llvm.pointer_to(b, _WORDS, unit, place), align=COLUMNS)
         codes = b.lshr(row, llvm.constant(4, LANES, I32)) if k % 4 else row
         indices = b.bitcast(b.and_(codes, llvm.constant(0x0F0F0F0F, LANES, I32)), _ROW)
-        looked_up = [llvm.call(b, "llvm.x86.avx2.pshuf.b", _ROW, plane, indices) for plane in table]
+        looked_up = [_look_up(b, plane, indices) for plane in table]
         for high in range(2):
             yield Numbers(k + high, first, _join_bytes(b, looked_up, high))
+
+
+def _look_up(b: Any, plane: Any, indices: Any) -> Any:
+    """Emit the look-up of 32 bytes in a table, which both halves of `plane` contain. Indices are below 16."""
+    if not llvm.has_feature("neon"):
+        return llvm.call(b, "llvm.x86.avx2.pshuf.b", _ROW, plane, indices)
+    halves = []
+    for first in (0, 16):
+        lanes = list(range(first, first + 16))
+        table, chosen = (llvm.shuffle(b, each, each, lanes) for each in (plane, indices))
+        halves.append(llvm.call(b, "llvm.aarch64.neon.tbl1.v16i8", table.type, table, chosen))
+    return llvm.shuffle(b, halves[0], halves[1], list(range(32)))
 
 
 def _join_bytes(b: Any, planes: list[Any], high: int) -> list[Any]:

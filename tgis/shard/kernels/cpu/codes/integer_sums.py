@@ -4,7 +4,7 @@ integers are exact, so they have the same bits with every instruction set.
 VNNI multiplies four bytes and adds the products in 32 bits. AVX2 needs two instructions: `vpmaddubsw`
 multiplies unsigned by signed bytes and adds adjacent products in 16 bits, which may saturate; `vpmaddwd` with
 ones adds adjacent sums in 32 bits. For codes of 6 and 8 bits, whose products would saturate, `vpmaddwd`
-multiplies codes and activations of 16 bits."""
+multiplies codes and activations of 16 bits. ARM's dot product is like VNNI with signed bytes."""
 
 from typing import Any
 
@@ -13,13 +13,22 @@ from llvmlite import ir
 from tgis.shard.kernels.cpu.codes.conversion import load_words
 from tgis.shard.kernels.cpu.codes.layout import PIECE, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
-from tgis.shard.kernels.cpu.int8.inner_loop import AVX2, AVX512_VNNI, AVX_VNNI, HEADER, INSTRUCTION_SET
+from tgis.shard.kernels.cpu.int8.inner_loop import (
+    ARM_DOT,
+    AVX2,
+    AVX512_VNNI,
+    AVX_VNNI,
+    HEADER,
+    INSTRUCTION_SET,
+    add_signed_quads,
+)
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.llvm import I8, I16, I32, I64
 
-CAN_ROUND = INSTRUCTION_SET in (AVX512_VNNI, AVX_VNNI, AVX2) and INSTRUCTION_SET.lanes == LANES
+CAN_ROUND = INSTRUCTION_SET in (AVX512_VNNI, AVX_VNNI, AVX2, ARM_DOT) and INSTRUCTION_SET.lanes == LANES
 """True if the processor has instructions for products with rounded activations."""
-_HAS_VNNI = INSTRUCTION_SET is not AVX2
+_ADDS_QUADS = INSTRUCTION_SET is not AVX2
+"""True if an instruction multiplies four bytes and adds the products in 32 bits."""
 # Offsets in a piece of a row of rounded activations: the scaled sum (float32); the negative of the excess
 # that unsigned codes cause in sums (int32); then the fields of int8 products: the scale (float32), the sum
 # times -128 (int32), and the activations (8 or 16 bits).
@@ -35,7 +44,7 @@ _PAIRS = ir.VectorType(I16, 2 * LANES)
 
 def find_wide_bits(bits: int) -> int:
     """Return the bits of a code in a widened piece: 16 if `vpmaddubsw` would saturate, otherwise 8."""
-    return 8 if _HAS_VNNI or bits <= 5 else 16
+    return 8 if _ADDS_QUADS or bits <= 5 else 16
 
 
 def count_block_units(kind: Kind, stored_bits: int) -> int:
@@ -44,14 +53,14 @@ def count_block_units(kind: Kind, stored_bits: int) -> int:
     With 4-bit codes, up to 15, and activations of magnitude up to 127, a pair of products is at most
     2 * 15 * 127 = 3,810. A unit adds two pairs to each sum, so four units give 8 * 3,810 = 30,480 < 2**15,
     which does not saturate. Neither do two units of 5-bit codes: 4 * 7,874 = 31,496."""
-    if _HAS_VNNI or stored_bits == 16 or kind.bits == 8:
+    if _ADDS_QUADS or stored_bits == 16 or kind.bits == 8:
         return 1
     return 2 if kind.bits == 5 else 4
 
 
 def is_centred(kind: Kind, stored_bits: int) -> bool:
     """Return True if `add_units` multiplies by codes minus half their range."""
-    return kind.bits == 8 and not _HAS_VNNI and stored_bits == 8
+    return kind.bits == 8 and stored_bits == 8 and INSTRUCTION_SET in (AVX2, ARM_DOT)
 
 
 def add_units(
@@ -64,10 +73,12 @@ def add_units(
     for i, unit in enumerate(units):
         words = load_words(b, unit, stored_bits, num_vectors)
         weights = [take_bytes(b, each, stored_bits) for each in words]
+        if _ADDS_QUADS and is_centred(kind, stored_bits):
+            weights = [[_centre(b, word) for word in each] for each in weights]
         for j in range(len(weights[0])):
             factors = _load_factors(b, rows, b.add(u, I64(i)), j, len(weights[0]))
             cells = [(factor, each[j]) for factor in factors for each in weights]
-            if _HAS_VNNI:
+            if _ADDS_QUADS:
                 sums = [_multiply_quads(b, total, *cell) for total, cell in zip(sums, cells, strict=True)]
             elif stored_bits == 16:
                 products = [_add_pairs(b, *cell) for cell in cells]
@@ -98,6 +109,8 @@ def _load_factors(b: Any, rows: list[Any], u: Any, j: int, count: int) -> list[A
 
 
 def _multiply_quads(b: Any, total: Any, x: Any, weights: Any) -> Any:
+    if INSTRUCTION_SET is ARM_DOT:
+        return add_signed_quads(b, total, x, weights)
     return llvm.call(b, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _WORDS, total, weights, x)
 
 
@@ -106,10 +119,15 @@ def _multiply_pairs(b: Any, unsigned: Any, signed: Any) -> Any:
     return llvm.call(b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, *values)
 
 
+def _centre(b: Any, codes: Any) -> Any:
+    """Emit 8-bit codes minus 128, as signed bytes."""
+    return b.xor(codes, llvm.constant(-0x7F7F7F80, LANES, I32))
+
+
 def _multiply_centred(b: Any, x: Any, codes: Any) -> Any:
     """Emit the sums of pairs of activations times 8-bit codes minus 128. The sign of the code is moved to the
     activation, so a pair is at most 2 * 128 * 127 = 32,512 < 2**15, which does not saturate."""
-    centred = b.bitcast(b.xor(codes, llvm.constant(-0x7F7F7F80, LANES, I32)), _BYTES)
+    centred = b.bitcast(_centre(b, codes), _BYTES)
     magnitude = llvm.call(b, f"llvm.abs.v{4 * LANES}i8", _BYTES, centred, llvm.I1(0))
     signed = llvm.call(b, "llvm.x86.avx2.psign.b", _BYTES, b.bitcast(x, _BYTES), centred)
     return _multiply_pairs(b, magnitude, signed)

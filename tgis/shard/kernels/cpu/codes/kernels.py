@@ -20,7 +20,7 @@ from tgis.shard.kernels.cpu.codes.integer_sums import (
 )
 from tgis.shard.kernels.cpu.codes.layout import (
     COLUMNS,
-    HAS_AVX2,
+    LOOKS_UP_BYTES,
     PACKED_BITS,
     PIECE,
     PLANE,
@@ -393,7 +393,7 @@ MULTIPLY = {
     Kind(6, False): Kernel(_multiply_6_bits),
     Kind(8, False): Kernel(_multiply_8_bits),
 }
-if HAS_AVX2:
+if LOOKS_UP_BYTES:
     MULTIPLY[Kind(4, False, has_any_numbers=True)] = Kernel(_multiply_4_bits_of_any_numbers)
 if CAN_ROUND:
     MULTIPLY[Kind(2, True)] = Kernel(_multiply_2_bits_rounded)

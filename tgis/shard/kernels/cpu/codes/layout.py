@@ -13,10 +13,10 @@ words, each with codes of one column: for 8 bits, two words of four codes, the f
 bits, one word whose bytes hold codes 0 to 3 in the lower halves and 4 to 7 in the upper halves. VNNI
 multiplies in this order.
 
-With AVX2, a unit of 4 bits without rounded activations has two strips, each with half of the panel's columns
-in UNIT / 4 rows of COLUMNS bytes. Row i holds codes 4i to 4i + 3 of a column in two bytes that are AFTER
-bytes apart: 4i and 4i + 2 in the lower and upper half of the first, 4i + 1 and 4i + 3 in those of the second.
-The order of columns (`find_places`) is the one that interleaving instructions produce."""
+With AVX2 or NEON, a unit of 4 bits without rounded activations has two strips, each with half of the
+panel's columns in UNIT / 4 rows of COLUMNS bytes. Row i holds codes 4i to 4i + 3 of a column in two bytes
+that are AFTER bytes apart: 4i and 4i + 2 in the lower and upper half of the first, 4i + 1 and 4i + 3 in those
+of the second. The order of columns (`find_places`) is the one that interleaving instructions produce."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -26,9 +26,9 @@ from numba import types
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit.llvm import has_feature
 
-HAS_AVX2 = LANES == 8 and has_feature("avx2")
-"""True if products use AVX2."""
-HAS_TABLES = LANES == 16 or HAS_AVX2
+LOOKS_UP_BYTES = LANES == 8 and (has_feature("avx2") or has_feature("neon"))
+"""True if products use instructions that look up bytes, which AVX2 and ARM's NEON have."""
+HAS_TABLES = LANES == 16 or LOOKS_UP_BYTES
 """True if the processor has instructions for look-ups in a table of 16 numbers."""
 
 
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
     bits: int
     rounds_activations: bool
     has_any_numbers: bool = False
-    """AVX2: True if look-ups cover all bytes of numbers. If False, the numbers fit bfloat16."""
+    """AVX2 and NEON: True if look-ups cover all bytes of numbers. If False, the numbers fit bfloat16."""
 
     @property
     def is_packed(self) -> bool:
@@ -82,8 +82,8 @@ class Kind(NamedTuple):
 
     @property
     def has_halves(self) -> bool:
-        """True if bytes hold two codes of a column of W^T in the layout for AVX2."""
-        return HAS_AVX2 and self.bits == 4 and not self.rounds_activations
+        """True if bytes hold two codes of a column of W^T in the layout for AVX2 and NEON."""
+        return LOOKS_UP_BYTES and self.bits == 4 and not self.rounds_activations
 
 
 KINDS = {

@@ -16,8 +16,8 @@ from tgis.shard.kernels.cpu.codes import kernels
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.codes.layout import (
     COLUMNS,
-    HAS_AVX2,
     HAS_TABLES,
+    LOOKS_UP_BYTES,
     PACKED_BITS,
     PIECE,
     UNIT,
@@ -87,7 +87,7 @@ class CodeProduct:
     out_features: int
     panels: Tensor  # uint8, as `layout.py` describes
     zeros: Tensor | None  # int8 [num_panels, num_pieces, COLUMNS]
-    table: Tensor  # float32 [16]; with AVX2, uint8 [4, 16], the bytes of the numbers
+    table: Tensor  # float32 [16]; with AVX2 or NEON, uint8 [4, 16], the bytes of the numbers
     order: Tensor | None  # int32 [pieces.in_features]: columns of x; -1 means zeros
     scales: _Scales
     factors: Tensor | None  # float32 [num_panels, num_factors, 1 or 2, COLUMNS]
@@ -299,7 +299,7 @@ def _store_scales(codes: Codes, groups: Tensor, scales: _Scales) -> Tensor:
 def _find_kind(layout: CodeLayout, rounds_activations: bool) -> Kind:
     if _is_packed(layout):
         return Kind(layout.bits, rounds_activations)
-    has_any_numbers = HAS_AVX2 and bool(layout.table) and not _fits_bfloat16(layout.table)
+    has_any_numbers = LOOKS_UP_BYTES and bool(layout.table) and not _fits_bfloat16(layout.table)
     return Kind(8 if layout.bits == 8 else 4, rounds_activations, has_any_numbers)
 
 

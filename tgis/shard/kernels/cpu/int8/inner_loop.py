@@ -31,6 +31,8 @@ class InstructionSet:
     """Emits the load of a quad of weights for each lane."""
     multiply: Callable[[Any, list[Any], list[Any], Any, int], list[Any]]
     """Emits the addition of the products of weights and activations to the sums."""
+    is_signed: bool = False
+    """True if `load_weights` subtracts the offset of stored weights, so that sums need no correction."""
 
     @property
     def columns(self) -> int:
@@ -54,7 +56,7 @@ def _prefetch_lines(b: Any, address: Any, count: Any) -> None:
 # VNNI: one instruction multiplies a quad of unsigned bytes by signed ones and sums the products.
 
 
-def _broadcast_quad_vnni(b: Any, address: Any, lanes: int) -> Any:
+def _broadcast_quad(b: Any, address: Any, lanes: int) -> Any:
     return llvm.broadcast(b, _load(b, address, I32), lanes)
 
 
@@ -83,6 +85,29 @@ def _multiply_avx2(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int) ->
     return [b.add(total, more) for total, more in zip(sums, products, strict=True)]
 
 
+# ARM's dot product: one instruction multiplies quads of signed bytes and sums the products, in four lanes.
+
+
+def add_signed_quads(b: Any, total: Any, x: Any, weights: Any) -> Any:
+    """Emit total + the sums of products of quads of signed bytes, all int32 [8]."""
+    halves = []
+    for first in (0, 4):
+        lanes = list(range(first, first + 4))
+        sums, *quads = (llvm.shuffle(b, each, each, lanes) for each in (total, x, weights))
+        values = [b.bitcast(each, ir.VectorType(I8, 16)) for each in quads]
+        halves.append(llvm.call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", sums.type, sums, *values))
+    return llvm.shuffle(b, halves[0], halves[1], list(range(8)))
+
+
+def _load_weights_dot(b: Any, address: Any, lanes: int) -> list[Any]:
+    # Inverting the upper bit subtracts 128.
+    return [b.xor(_load(b, address, I32, lanes), llvm.constant(-0x7F7F7F80, lanes, I32))]
+
+
+def _multiply_dot(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int) -> list[Any]:
+    return [add_signed_quads(b, sums[0], x, w[0])]
+
+
 # GENERIC: plain LLVM operations, without special instructions.
 
 
@@ -103,12 +128,14 @@ def _multiply_generic(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int)
     return [total]
 
 
-_VNNI = (1, 1, _broadcast_quad_vnni, _load_weights_vnni, _multiply_vnni)
+_VNNI = (1, 1, _broadcast_quad, _load_weights_vnni, _multiply_vnni)
 _AVX2 = (2, 2, _broadcast_quad_avx2, _load_weights_avx2, _multiply_avx2)
+_DOT = (1, 1, _broadcast_quad, _load_weights_dot, _multiply_dot)
 _GENERIC = (1, 1, _broadcast_quad_generic, _load_weights_generic, _multiply_generic)
 AVX512_VNNI = InstructionSet(16, 2, (8, 4, 2, 1), *_VNNI)
 AVX_VNNI = InstructionSet(8, 2, (6, 4, 2, 1), *_VNNI)
 AVX2 = InstructionSet(8, 1, (6, 4, 2, 1), *_AVX2)
+ARM_DOT = InstructionSet(8, 2, (6, 4, 2, 1), *_DOT, is_signed=True)
 GENERIC = InstructionSet(8, 1, (4, 3, 2, 1), *_GENERIC)
 
 
@@ -117,6 +144,8 @@ def _choose() -> InstructionSet:
         return AVX512_VNNI
     if llvm.has_feature("avxvnni"):
         return AVX_VNNI
+    if llvm.has_feature("dotprod"):
+        return ARM_DOT
     return AVX2 if llvm.has_feature("avx2") else GENERIC
 
 
@@ -161,6 +190,8 @@ class _QuadTile:
         """Emit the initial value of a row's accumulators. The first of a column's adjacent sums starts with
         the correction, the others with 0."""
         isa = self.isa
+        if isa.is_signed:
+            return llvm.constant(0, isa.lanes, I32)
         correction = b.zext(_load(b, b.add(header, I64(4)), I32), ir.IntType(32 * isa.sums))
         spread = llvm.broadcast(b, correction, isa.lanes // isa.sums)
         return b.bitcast(spread, ir.VectorType(I32, isa.lanes))

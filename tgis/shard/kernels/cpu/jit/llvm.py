@@ -8,6 +8,8 @@ from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.core.registry import cpu_target
 
+from tgis.shard.kernels.cpu.jit import arm
+
 
 class _BfloatType(ir.Type):  # type: ignore[misc]
     """LLVM's type of bfloat16, which llvmlite lacks."""
@@ -29,10 +31,19 @@ STORED = {types.float32: FLOAT, types.uint16: I16, types.int16: HALF}
 """LLVM types of stored weights and keys, by numba type: uint16 means bfloat16 bits, int16 float16 bits."""
 
 
+arm.complete_features()  # before code is generated
+
+
 def has_feature(name: str) -> bool:
     """Return True if kernels are compiled for a processor with an LLVM feature."""
     features: str = cpu_target.target_context.codegen().magic_tuple()[2]
     return f"+{name}" in features.split(",")
+
+
+def architecture() -> str:
+    """Return the architecture for which kernels are compiled, such as x86_64 or aarch64."""
+    triple: str = cpu_target.target_context.codegen().magic_tuple()[0]
+    return triple.partition("-")[0]
 
 
 def processor_name() -> str:
