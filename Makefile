@@ -8,8 +8,8 @@ PIP := $(BIN)/pip install -q --no-compile
 # Installs exactly the packages of the locks, with their hashes.
 LOCKED := $(PIP) --require-hashes --no-deps --only-binary :all:
 
-# uv installs many packages in a quarter of pip's time. It does not read pip's configuration, so it is passed what pip's
-# variables say.
+# uv installs many packages in a quarter of pip's time. It is passed what pip's variables say, but does not read pip.conf:
+# where an index is configured only there, and PyPI cannot be reached, pip installs them.
 UV := $(VENV)-uv/bin/uv pip install -q --python $(BIN)/python $(if $(PIP_INDEX_URL),--default-index $(PIP_INDEX_URL)) \
 	$(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS)) $(if $(PIP_NO_INDEX),--no-index)
 
@@ -209,7 +209,7 @@ $(VENV)/torch-$(VARIANT): locks/torch-$(VARIANT).lock | $(VENV)/bin/pip
 	@touch $@
 
 $(VENV)/packages: locks/service.lock $(VENV)-uv/installed
-	$(UV) --require-hashes --no-deps --only-binary :all: -r $<
+	$(UV) --require-hashes --no-deps --only-binary :all: -r $< || $(LOCKED) -r $<
 	@touch $@
 
 $(VENV)-uv/installed: locks/install.lock | $(VENV)/bin/pip
