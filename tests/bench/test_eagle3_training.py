@@ -1,9 +1,9 @@
 """The passes of the training compute what a head computes when it drafts."""
 
 import torch
-import torch.nn.functional as F
 
 from bench.eagle3_training import NUM_PASSES, Eagle3Head, TappedText, TextBatch
+from bench.speculator_files import cross_entropy
 from tests.support.shard.draft_heads import HEAD_DIM, HEADS, INNER, KV_HEADS, attend, feed_forward, rms
 
 WIDTH, VOCAB_SIZE, NUM_TOKENS = 24, 50, 12
@@ -19,7 +19,8 @@ SIZES = {
 def draw_text(seed: int) -> TappedText:
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB_SIZE, (NUM_TOKENS,), generator=random)
-    return TappedText(ids, torch.randn(NUM_TOKENS, 3 * WIDTH, generator=random), prompt_len=3)
+    inner, states = (torch.randn(NUM_TOKENS, n * WIDTH, generator=random) for n in (3, 1))
+    return TappedText(ids, inner, states, prompt_len=3)
 
 
 def make_head() -> Eagle3Head:
@@ -33,8 +34,9 @@ def make_head() -> Eagle3Head:
 def test_a_pass_continues_with_the_heads_own_states() -> None:
     head, text = make_head(), draw_text(1)
     t = {f"{name}.weight": each for name, each in zip(head.names, head.weights, strict=True)}
-    index = torch.arange(VOCAB_SIZE)
-    passes = [*head.run(TextBatch.of([draw_text(2), text], index, VOCAB_SIZE))]
+    batch = TextBatch.of([draw_text(2), text])
+    everywhere = torch.ones_like(batch.counts)
+    passes = [scores.unflatten(0, batch.counts.shape) for scores in head.run(batch, everywhere)]
     tokens = head.embedding[text.token_ids[1:]]
     for number in range(NUM_PASSES):
         for first in range(NUM_TOKENS - 2 - number):
@@ -49,17 +51,26 @@ def test_a_pass_continues_with_the_heads_own_states() -> None:
             torch.testing.assert_close(passes[number][1, first + number], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_places_of_answers_count() -> None:
+    longer = draw_text(1)
+    shorter = TappedText(longer.token_ids[:8], longer.inner[:8], longer.states[:8], prompt_len=3)
+    batch = TextBatch.of([longer, shorter])
+    # Place i predicts token i + 2, and the first token of the answer is token 3.
+    assert [row.nonzero()[:, 0].tolist() for row in batch.counts] == [[*range(1, 10)], [*range(1, 6)]]
+    assert batch.states[1, 5].equal(longer.states[6])
+    assert batch.token_ids[1, 5] == longer.token_ids[6]
+
+
 def test_the_loss_falls() -> None:
     head = make_head()
-    index = torch.full((VOCAB_SIZE,), len(head.known))
-    index[head.known] = torch.arange(len(head.known))
-    batch = TextBatch.of([draw_text(seed) for seed in range(4)], index, len(head.known))
+    model_head = 3 * torch.randn(len(head.known), WIDTH)
+    batch = TextBatch.of([draw_text(seed) for seed in range(4)])
+    wanted = batch.states[batch.counts] @ model_head.T
     optimizer = torch.optim.Adam(head.parameters(), 1e-2)
     losses = []
     for _ in range(15):
-        scores = torch.stack([*head.run(batch)])
-        targets = batch.targets.expand(NUM_PASSES, -1, -1)
-        loss = F.cross_entropy(scores.flatten(0, 2), targets.flatten())
+        scores = [*head.run(batch, batch.counts)]
+        loss = torch.stack([cross_entropy(each, wanted) for each in scores]).mean()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

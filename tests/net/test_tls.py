@@ -125,7 +125,9 @@ def test_unreadable_files_are_named(
 
 WITHOUT_RIGHTS = """
 import os, sys
-import cryptography.x509  # the other user may not be able to read it
+# The other user may not be able to read it.
+import cryptography.x509, cryptography.exceptions
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from tgis.net.tls import Certificates, CertificateError, TlsFiles
 
 if os.getuid() == 0:  # who may read everything

@@ -27,9 +27,10 @@ SCRIPT = """
 import sys
 from tgis import logs
 from tgis.config.processes import ShardConfig
+from tgis.process.heartbeat import Heartbeat
 from tgis.shard.server import serve
 logs.setup("info", False)
-serve(ShardConfig(**eval(sys.argv[1])))
+serve(ShardConfig(**eval(sys.argv[1])), Heartbeat(None))
 """
 
 
