@@ -203,6 +203,14 @@ def test_no_time_is_spent_on_impossible_numbers_of_layers(case: str) -> None:
     assert not refusal(config)
 
 
+@pytest.mark.parametrize("case", ["gpt_oss", "qwen3_5_multimodal_tied", "t5"])
+def test_vocabularies_that_no_model_has_are_refused(case: str) -> None:
+    config = CASES[case]().to_dict()
+    for part in (config, config.get("text_config", {})):
+        part["vocab_size"] = registry.MAX_VOCAB_SIZE + 1
+    assert refusal(config) == "vocab_size 1048577 of the configuration is larger than 1048576"
+
+
 FACTORS = [
     ("granite", "residual_multiplier"),
     ("falcon_h1", "key_multiplier"),

@@ -80,6 +80,8 @@ MIB = 1 << 20
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
 LAYER_KEYS += ("encoder_layers", "decoder_layers")
 MAX_LAYERS = 4096  # more than any model has
+# The same for tokens. The library for grammars allocates memory for each, before any tensor is read.
+MAX_VOCAB_SIZE = 1 << 20
 
 
 class Family(Protocol):
@@ -156,6 +158,9 @@ def make_spec(config: Mapping[str, Any]) -> Spec:
             refuse_others(part, is_causal=True)
             _check_num_layers(part)
     spec = FAMILIES[config["model_type"]].spec(config)
+    if spec.vocab_size > MAX_VOCAB_SIZE:
+        text = f"vocab_size {spec.vocab_size} of the configuration is larger than {MAX_VOCAB_SIZE}"
+        raise ConfigurationError(text)
     if spec.num_kv_heads and spec.num_heads % spec.num_kv_heads:
         text = f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads"
         raise UnsupportedModelError(text)
