@@ -77,8 +77,15 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 # Keys of the number of layers. Lists of that length are made before any tensor is read.
-LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
-LAYER_KEYS += ("encoder_layers", "decoder_layers")
+LAYER_KEYS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
 MAX_LAYERS = 4096  # more than any model has
 # The same for tokens. The library for grammars allocates memory for each, before any tensor is read.
 MAX_VOCAB_SIZE = 1 << 20
