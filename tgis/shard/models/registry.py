@@ -87,7 +87,7 @@ LAYER_KEYS = (
     "decoder_layers",
 )
 MAX_LAYERS = 4096  # more than any model has
-# More than any model has. The library for grammars allocates memory for each token, before any tensor is read.
+# More than any model has. The library for grammars allocates memory for each token, before weights are read.
 MAX_VOCAB_SIZE = 1 << 20
 
 
