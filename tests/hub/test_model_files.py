@@ -25,7 +25,11 @@ def test_sequence_length_is_the_first_key_that_is_there() -> None:
     assert model_files.max_sequence_length({"seq_length": 9, "max_seq_len": None}) == 9
     for odd in (True, "8", 8.5, 0, -1):
         assert model_files.length_of_model({"n_positions": odd}) is None
-    assert model_files.length_of_model({"text_config": {"n_positions": 5}}) is None
+    assert model_files.length_of_model({"text_config": {"n_positions": 5}}) == 5
+    assert model_files.length_of_model({"n_positions": 4, "text_config": {"n_positions": 5}}) == 4
+    others: list[object] = [None, "x", [], {}, {"n_positions": 0}]
+    for other in others:
+        assert model_files.length_of_model({"text_config": other}) is None
     assert model_files.max_sequence_length({}) == 2048
 
 

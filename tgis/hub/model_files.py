@@ -11,7 +11,8 @@ from typing import Any
 from tgis.config.model import DTYPES
 from tgis.errors import OperatorError
 
-# The first of these keys with a positive integer in config.json gives the model's sequence length.
+# The first of these keys with a positive integer in config.json, or else in its text_config, gives the
+# model's sequence length.
 LENGTH_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -101,8 +102,11 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def length_of_model(config: Mapping[str, Any]) -> int | None:
-    """Return the model's sequence length in tokens; None if config.json does not give it."""
-    values = (config.get(key) for key in LENGTH_KEYS)
+    """Return the model's sequence length in tokens, that of its text_config if it is multimodal; None if
+    config.json does not give it."""
+    inner = config.get("text_config")
+    places = (config, inner if isinstance(inner, dict) else {})
+    values = (place.get(key) for place in places for key in LENGTH_KEYS)
     return next((value for value in values if type(value) is int and value > 0), None)  # no booleans
 
 

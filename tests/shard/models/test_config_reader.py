@@ -2,6 +2,8 @@
 
 import json
 import math
+import reprlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -132,14 +134,31 @@ def test_mistral_3_is_tied_unless_its_configuration_denies_it(case: str) -> None
     assert registry.make_spec(config).tie_embeddings
 
 
-ODD = (None, "", "x", ["silu"], {"a": 1}, 0, 1, -1, 3, 10**4, 0.5, math.inf, math.nan, True)
+ODD = (
+    None,
+    "",
+    "x",
+    ["silu"],
+    {"a": 1},
+    0,
+    1,
+    -1,
+    3,
+    10**4,
+    10**9,
+    10**400,
+    0.5,
+    1e300,
+    math.inf,
+    math.nan,
+    True,
+)
 ONE_OF_EACH = {make().model_type: make for make in CASES.values()}
-PARTS = 5
+PARTS = 6
 
 
 @pytest.mark.parametrize("model_type", ONE_OF_EACH)
 def test_odd_values_are_refused_in_one_line_or_served(model_type: str) -> None:
-    """Every fifth odd value replaces each value of the configuration, from another one on for each."""
     check_odd_values(model_type, PARTS)
 
 
@@ -150,17 +169,81 @@ def test_all_odd_values_are_refused_in_one_line_or_served(model_type: str) -> No
 
 
 def check_odd_values(model_type: str, num_parts: int) -> None:
-    """Replace each value of the configuration, also of nested ones, by one part of the odd values in turn."""
+    """Replace each value of the configuration, also of nested ones and of lists, by one part of the odd
+    values in turn."""
     config = ONE_OF_EACH[model_type]().to_dict()
     num_refused = 0
-    for section in [config, *(value for value in config.values() if isinstance(value, dict))]:
-        for turn, (key, kept) in enumerate(list(section.items())):
-            for section[key] in ODD[turn % num_parts :: num_parts]:
-                reason = refusal(config)
-                assert "\n" not in reason
-                num_refused += bool(reason)
-            section[key] = kept
+    for turn, (section, key) in enumerate(list(list_places(config))):
+        kept = section[key]
+        for section[key] in ODD[turn % num_parts :: num_parts]:
+            reason = refusal(config)
+            assert "\n" not in reason
+            num_refused += bool(reason)
+        section[key] = kept
     assert num_refused > 20 // num_parts
+
+
+def list_places(section: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every object of a configuration with each of its keys, and lists with their first and last
+    index."""
+    keys = section if isinstance(section, dict) else {0, len(section) - 1}
+    for key in keys:
+        yield section, key
+        if isinstance(section[key], dict | list) and section[key]:
+            yield from list_places(section[key])
+
+
+LAYER_KEYS = {
+    "bloom": "n_layer",
+    "gpt_oss": "num_hidden_layers",
+    "mamba2": "num_hidden_layers",
+    "mpt": "n_layers",
+    "qwen3_5_multimodal_tied": "num_hidden_layers",
+    "t5": "num_decoder_layers",
+}
+
+
+@pytest.mark.parametrize("case", LAYER_KEYS)
+def test_no_time_is_spent_on_impossible_numbers_of_layers(case: str) -> None:
+    config, key = CASES[case]().to_dict(), LAYER_KEYS[case]
+    part = config.get("text_config", config)
+    part[key] = registry.MAX_LAYERS + 1
+    if part.get("layer_types"):
+        part["layer_types"] = None
+    assert refusal(config) == f"{key} 4097 of the configuration is larger than 4096"
+    part[key] -= 1
+    assert not refusal(config)
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "qwen3_5_multimodal_tied", "t5"])
+def test_vocabularies_that_no_model_has_are_refused(case: str) -> None:
+    config = CASES[case]().to_dict()
+    for part in (config, config.get("text_config", {})):
+        part["vocab_size"] = registry.MAX_VOCAB_SIZE + 1
+    assert refusal(config) == "vocab_size 1048577 of the configuration is larger than 1048576"
+
+
+FACTORS = [
+    ("granite", "residual_multiplier"),
+    ("falcon_h1", "key_multiplier"),
+    ("gpt_oss", "rms_norm_eps"),
+    ("gemma4_text", "final_logit_softcapping"),
+]
+
+
+@pytest.mark.parametrize(("case", "key"), FACTORS)
+@pytest.mark.parametrize("value", [1e-300, 1e39, 10**400])
+def test_numbers_beyond_float32_are_refused(case: str, key: str, value: float) -> None:
+    shown = reprlib.repr(value)
+    expected = f"{key} {shown} of the configuration is outside the range of float32"
+    assert refusal(CASES[case]().to_dict() | {key: value}) == expected
+
+
+@pytest.mark.parametrize("limits", [[math.inf, math.inf], [1e300, math.inf], [0.2, 0.1], [0, 10**400]])
+def test_steps_of_mamba_have_finite_limits_in_order(limits: list[float]) -> None:
+    config = CASES["mamba2"]().to_dict()
+    assert refusal(config | {"time_step_limit": limits}).startswith(f"time_step_limit {limits!r} of the conf")
+    assert not refusal(config | {"time_step_limit": [0.1, math.inf]})
 
 
 def refusal(config: dict[str, Any]) -> str:

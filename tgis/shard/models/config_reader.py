@@ -3,10 +3,11 @@
 Rotary embeddings have two forms: `rope_parameters` (transformers 5), which may have one entry per layer type,
 and `rope_scaling` with `rope_theta` (earlier versions)."""
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import isfinite, log, sqrt
-from typing import Any
+from math import inf, log, sqrt
+from typing import Any, TypeGuard
 
 from tgis.shard.layers.activation import NAMES
 from tgis.shard.layers.rotary import (
@@ -24,6 +25,7 @@ Config = Mapping[str, Any]
 
 DEFAULT_THETA = 10000.0
 MAX_INTEGER = (1 << 31) - 1  # sizes and ids are 32 bits wide in kernels and messages
+MIN_FLOAT, MAX_FLOAT = 2.0**-126, 2.0**128 - 2.0**104  # of float32, without subnormal numbers
 
 
 def integer(config: Config, key: str, default: Any = None) -> int:
@@ -43,12 +45,18 @@ def count(config: Config, key: str, default: int) -> int:
 
 
 def number(config: Config, key: str, default: Any = None) -> float:
-    """Return a positive number. null means missing. Raises ConfigurationError."""
+    """Return a positive number of float32. null means missing. Raises ConfigurationError."""
     value = _value(config, key, default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (value > 0 and isfinite(value)):
+    if not is_number(value) or not 0 < value < inf:
         raise ConfigurationError(f"{key} {value!r} of the configuration is not a positive number")
+    if not MIN_FLOAT <= value <= MAX_FLOAT:
+        shown = reprlib.repr(value)  # an integer may have thousands of digits
+        raise ConfigurationError(f"{key} {shown} of the configuration is outside the range of float32")
     return float(value)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def numbers(config: Config, key: str, length: int) -> tuple[float, ...]:
@@ -200,8 +208,8 @@ def _scale_long(config: Config, given: Config, plain: Rope) -> Rope:
 
 def _factors(given: Config, key: str, length: int) -> tuple[float, ...]:
     values = _value(given, key, None)
-    numbers = isinstance(values, list) and all(isinstance(x, int | float) and x > 0 for x in values)
-    if not numbers or len(values) != length:
+    is_list = isinstance(values, list) and all(is_number(x) and MIN_FLOAT <= x <= MAX_FLOAT for x in values)
+    if not is_list or len(values) != length:
         raise UnsupportedModelError(f"{key} of the configuration is not a list of {length} positive numbers")
     return tuple(map(float, values))
 

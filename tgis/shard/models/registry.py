@@ -1,6 +1,7 @@
 """Registry of the native model families. Builds and loads their models."""
 
 import logging
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,7 +63,7 @@ from tgis.shard.models.families import (
     starcoder2,
     t5,
 )
-from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.interface import ConfigurationError, UnsupportedModelError
 from tgis.shard.models.sensitive_weights import describe_sensitivity
 from tgis.shard.models.spec import DecoderSpec, DeltaNetSpec, MambaSpec, Spec
 from tgis.shard.models.unread_tensors import refuse_unread
@@ -75,6 +76,19 @@ from tgis.shard.quant.smoothing import NO_FACTORS, Factors
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
+# Keys of the number of layers. Lists of that length are made before any tensor is read.
+LAYER_KEYS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+MAX_LAYERS = 4096  # more than any model has
+# More than any model has. The library for grammars allocates memory for each token, before weights are read.
+MAX_VOCAB_SIZE = 1 << 20
 
 
 class Family(Protocol):
@@ -149,11 +163,23 @@ def make_spec(config: Mapping[str, Any]) -> Spec:
     for part in (config, config.get("text_config")):
         if isinstance(part, Mapping):
             refuse_others(part, is_causal=True)
+            _check_num_layers(part)
     spec = FAMILIES[config["model_type"]].spec(config)
+    if spec.vocab_size > MAX_VOCAB_SIZE:
+        text = f"vocab_size {spec.vocab_size} of the configuration is larger than {MAX_VOCAB_SIZE}"
+        raise ConfigurationError(text)
     if spec.num_kv_heads and spec.num_heads % spec.num_kv_heads:
         text = f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads"
         raise UnsupportedModelError(text)
     return spec
+
+
+def _check_num_layers(config: Mapping[str, Any]) -> None:
+    for key in LAYER_KEYS:
+        value = config.get(key)
+        if isinstance(value, int) and value > MAX_LAYERS:
+            shown = reprlib.repr(value)  # the number may have thousands of digits
+            raise ConfigurationError(f"{key} {shown} of the configuration is larger than {MAX_LAYERS}")
 
 
 def serves(config: Mapping[str, Any]) -> bool:

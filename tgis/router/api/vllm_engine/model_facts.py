@@ -23,6 +23,7 @@ def read_model_info(parts: ServiceParts, default_sampling: Mapping[str, float]) 
     ModelNotFoundError."""
     info, config = parts.service.engine_info, parts.config
     facts = read_json(find_model(config), "config.json")
+    names = facts.get("architectures")
     eos = sorted(info.eos_token_ids | parts.tokenizer.eos_token_ids)
     length = parts.limits.max_sequence_length
     return pb.GetModelInfoResponse(
@@ -33,7 +34,7 @@ def read_model_info(parts: ServiceParts, default_sampling: Mapping[str, float]) 
         served_model_name=parts.models.names[0],
         tokenizer_path=parts.models.names[0],
         model_type=str(facts.get("model_type", "")),
-        architectures=[str(name) for name in facts.get("architectures") or ()],
+        architectures=[str(name) for name in names] if isinstance(names, list) else [],
         eos_token_ids=eos,
         pad_token_id=_token_id(facts, "pad_token_id"),
         bos_token_id=_token_id(facts, "bos_token_id"),

@@ -111,8 +111,10 @@ def _layer_kinds(config: Config, num_layers: int) -> list[str]:
     kinds = config.get("layer_types")
     if kinds is None:
         kinds = [FULL if (i + 1) % PERIOD == 0 else SLIDING for i in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise UnsupportedModelError(f"layer types {kinds!r} are not supported, expected {num_layers}")
+    is_list = isinstance(kinds, list) and all(each in (FULL, SLIDING) for each in kinds)
+    if not is_list or len(kinds) != num_layers:
+        expected = f"{num_layers} of {FULL} or {SLIDING}"
+        raise UnsupportedModelError(f"layer types {kinds!r} are not supported, expected {expected}")
     return [*kinds[:-1], FULL]  # the last layer always has full attention
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source
 from tgis.shard.layers.rotary import Rope
-from tgis.shard.models.config_reader import Config, refuse_partial_rope
+from tgis.shard.models.config_reader import MAX_FLOAT, Config, is_number, refuse_partial_rope
 from tgis.shard.models.families import granite
 from tgis.shard.models.interface import ConfigurationError
 from tgis.shard.models.parts.sliding_window import layer_windows
@@ -54,5 +54,4 @@ def _layer_ropes(shared: DecoderSpec, config: Config) -> tuple[Rope | None, ...]
 
 
 def _is_base(theta: object) -> bool:
-    is_number = isinstance(theta, int | float) and not isinstance(theta, bool)
-    return is_number and (theta == 0 or 1 < theta < float("inf"))  # type: ignore[operator]
+    return is_number(theta) and (theta == 0 or 1 < theta <= MAX_FLOAT)

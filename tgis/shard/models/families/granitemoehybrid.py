@@ -5,7 +5,14 @@ import math
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source
-from tgis.shard.models.config_reader import Config, integer, refuse_others, refuse_partial_rope
+from tgis.shard.models.config_reader import (
+    MAX_FLOAT,
+    Config,
+    integer,
+    is_number,
+    refuse_others,
+    refuse_partial_rope,
+)
 from tgis.shard.models.families import granite, granitemoe, mixtral
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec, MambaSpec
@@ -99,6 +106,12 @@ def _read_limits(config: Config) -> tuple[float, float]:
         return 0.0, math.inf
     is_pair = isinstance(limits, list | tuple) and len(limits) == 2
     pair = [math.inf if each == INFINITY else each for each in limits] if is_pair else []
-    if not is_pair or not all(type(each) in (int, float) and each >= 0 for each in pair):
+    if not is_pair or not all(map(is_number, pair)) or not _are_limits(*pair):
         raise UnsupportedModelError(f"time_step_limit {limits!r} of the configuration is not supported")
     return float(pair[0]), float(pair[1])
+
+
+def _are_limits(shortest: float, longest: float) -> bool:
+    return (
+        0 <= shortest <= longest and shortest <= MAX_FLOAT and (longest <= MAX_FLOAT or longest == math.inf)
+    )

@@ -10,6 +10,7 @@ from tgis.shard.models.parts.sliding_window import layer_windows
 from tgis.shard.models.spec import DecoderSpec, QueryScaling
 
 MODEL_TYPES: tuple[str, ...] = ("ministral3",)
+PREFIX = "language_model."
 
 # Values that a configuration may leave out.
 DEFAULTS = {

@@ -9,6 +9,7 @@ from tgis.shard.models.families import deepseek_v2, glm4_moe, ministral3
 from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("mistral4",)
+PREFIX = "language_model."
 
 # Values that a configuration may leave out.
 DEFAULTS = {

@@ -19,7 +19,15 @@ from tgis.shard.models.spec import DecoderSpec, Experts, MambaSpec
 MODEL_TYPES: tuple[str, ...] = ("nemotron_h",)
 
 MAMBA, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
-KINDS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS, "mamba": MAMBA, "attention": ATTENTION}
+KINDS = {
+    **{kind: kind for kind in (MAMBA, ATTENTION, MLP, EXPERTS)},
+    "M": MAMBA,
+    "*": ATTENTION,
+    "-": MLP,
+    "E": EXPERTS,
+    "mamba": MAMBA,
+    "attention": ATTENTION,
+}
 # Values that a configuration may leave out.
 DEFAULTS = {
     "num_key_value_heads": 8,
@@ -85,10 +93,10 @@ def _list_kinds(config: Config) -> list[str]:
     given = (
         config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern")
     )
-    kinds = [KINDS.get(each, each) for each in given] if isinstance(given, str | list | tuple) else []
-    if not kinds or any(kind not in (MAMBA, ATTENTION, MLP, EXPERTS) for kind in kinds):
+    names = list(given) if isinstance(given, str | list | tuple) else []
+    if not names or any(not isinstance(name, str) or name not in KINDS for name in names):
         raise UnsupportedModelError(f"layers_block_type {given!r} of the configuration is not supported")
-    return kinds
+    return [KINDS[name] for name in names]
 
 
 def _mamba(config: Config, kinds: list[str]) -> MambaSpec | None:
