@@ -135,8 +135,9 @@ REFUSED = {
     "hidden_size is missing in the model's configuration": {"hidden_size": None},
     "num_hidden_layers 'two' of the configuration is not a positive integer": {"num_hidden_layers": "two"},
     "vocab_size 1000000000000 of the configuration is larger than 2147483647": {"vocab_size": 10**12},
-    "num_hidden_layers 2147483648 of the configuration is larger than 2147483647": {
-        "num_hidden_layers": 1 << 31
+    "num_hidden_layers 2147483648 of the configuration is larger than 4096": {"num_hidden_layers": 1 << 31},
+    "intermediate_size 2147483648 of the configuration is larger than 2147483647": {
+        "intermediate_size": 1 << 31
     },
     "rope type 'mrope' is not supported; supported are: default, linear, dynamic, llama3, yarn, longrope, "
     "proportional": {"rope_parameters": {"rope_type": "mrope", "factor": 2.0}},
