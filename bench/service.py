@@ -43,6 +43,7 @@ def launch(
     command = [sys.executable, "-m", "tgis", "launcher", "--bind", "127.0.0.1"]
     command += ["--model-name", str(model.absolute())]
     command += ["--port", str(port), "--grpc-port", str(grpc_port), *options]
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         # In a separate session, so that an interrupt at the terminal reaches only this process.
         process = subprocess.Popen(

@@ -73,7 +73,7 @@ async def test_time_that_is_excused_does_not_count() -> None:
 async def test_a_silent_process_hangs_later_while_it_loads(
     last_sign: bytes, is_loading: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a limit for one state that no test reaches, only silence in the other state is noticed."""
+    """The other state's limit is so high that only the limit of this state can end the wait."""
     reader, writer = os.pipe()
     os.write(writer, last_sign)
     monkeypatch.setattr(heartbeat, "MAX_MISSED" if is_loading else "MAX_MISSED_LOADING", 10**6)
