@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.clients import UNARY
 from bench.contest import Sample, Spread
-from bench.targets import GGUF_TARGETS, TARGETS, Figure, Target
+from bench.targets import ALL_TARGETS, Figure, Target
 
 TARGET_HEAD = ("what", "as", "measured", "target", "", "runs", "detail")
 HEAD = (
@@ -36,7 +36,7 @@ def format_targets(figures: Sequence[Figure], missing: Mapping[str, str], shape:
     """Return the table of all measured figures, in the order of the targets; `missing` has the reasons for
     the others, by key."""
     by_key, rows = {figure.key: figure for figure in figures}, []
-    for target in (*TARGETS, *GGUF_TARGETS):
+    for target in ALL_TARGETS:
         bound = target.bound_of(shape)
         if target.key in by_key:
             rows.append(_target_row(target, by_key.pop(target.key), shape))

@@ -150,3 +150,29 @@ GGUF_TARGETS = (
     Target("gguf prefill 512", "gguf", "GGUF file, prefill, 512 tokens", LLAMA_CPP, 1.2),
     Target("gguf start", "gguf", "GGUF file, from the command to an answer", "× llama.cpp's time", 1.0, True),
 )
+DEFAULTS = (
+    ("openvino", "OpenVINO GenAI"),
+    ("vllm", "vLLM"),
+    ("llama-cpp", "llama.cpp"),
+    ("transformers", "transformers"),
+)
+
+
+def _with_defaults(peer: str, title: str) -> tuple[Target, ...]:
+    decode = (
+        Target(
+            f"{peer} defaults {count}",
+            "defaults",
+            f"decode, {count} client{'s' * (count > 1)}",
+            f"× {title}",
+            1.3,
+        )
+        for count in (1, 8, 32)
+    )
+    prefill = Target(f"{peer} defaults prefill 512", "defaults", "prefill, 512 tokens", f"× {title}", 1.0)
+    return (*decode, prefill)
+
+
+# Targets of runs in which all have their defaults.
+DEFAULT_TARGETS = tuple(target for peer, title in DEFAULTS for target in _with_defaults(peer, title))
+ALL_TARGETS = (*TARGETS, *GGUF_TARGETS, *DEFAULT_TARGETS)

@@ -25,12 +25,13 @@ from bench.speculator_files import cross_entropy, report, write
 from tgis.shard.attention.interface import Attention, StepLayout
 from tgis.shard.attention.layered import open_attention
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.layered_cache import allocate_cache
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.speculators.eagle3 import find_layers
+from tgis.shard.startup.cpu_platform import has_fast_bfloat16, on_cpu
+from tgis.shard.startup.host_runner import HostRunners
 from tgis_client import Client, Parameters
 
 ALONE = ProcessGroup(0, 1)
@@ -46,12 +47,12 @@ BATCH = 1024  # training examples
 LEARNING_RATE = 2e-3
 EPS = 1e-6
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-TASKS = (
-    "Explain the following text in simple words.\n\n{}",
-    "Summarize the following text.\n\n{}",
-    "List the important points of this text.\n\n{}",
-    "Write a short introduction for an article about this topic: {}",
-    "What questions could a reader ask about this text? Answer them.\n\n{}",
+TASKS = (  # after the text, so that prompts about the same text share a prefix
+    "{}\n\nExplain this text in simple words.",
+    "{}\n\nSummarize this text.",
+    "{}\n\nList the important points of this text.",
+    "{}\n\nWrite a short introduction for an article about this topic.",
+    "{}\n\nWhat questions could a reader ask about this text? Answer them.",
 )
 
 
@@ -70,16 +71,20 @@ class Example:
 
 
 class Runner:
-    """Model that computes the states of texts. It has bfloat16 weights, as the service that generates the
-    answers."""
+    """Model that computes the states of texts, with the weights and the arithmetic of the service that
+    generates the answers."""
 
     def __init__(self, directory: Path) -> None:
         settings = json.loads((directory / "config.json").read_text())
-        self.model: Any = registry.load(directory, settings, ALONE, torch.bfloat16)
+        arithmetic = "bfloat16" if has_fast_bfloat16(may_use_amx=True) else "float32"
+        platform = on_cpu(arithmetic=arithmetic, may_use_amx=True)
+        self.model: Any = registry.load(directory, settings, ALONE, torch.bfloat16, platform.kernels)
         assert isinstance(self.model, Decoder)
+        assert isinstance(platform.make_runner, HostRunners)
         self._num_blocks = -(-(MAX_PROMPT_TOKENS + 2 * NEW_TOKENS) // BLOCK_SIZE)
-        cache = allocate_cache(self.model.spec, ALONE, NUM_ROWS * self._num_blocks, BLOCK_SIZE, torch.float32)
-        self._attention: Attention = open_attention(cache, CpuAttention)
+        dtype = platform.cache_dtype or torch.float32
+        cache = allocate_cache(self.model.spec, ALONE, NUM_ROWS * self._num_blocks, BLOCK_SIZE, dtype)
+        self._attention: Attention = open_attention(cache, platform.make_runner.attention)
         self.layers = find_layers({}, self.model.spec.num_layers)
         self._inner: list[Tensor] = []
         self._taps = dict.fromkeys(self.layers, self._record)

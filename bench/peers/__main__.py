@@ -11,13 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import rates, shapes, worker
-from bench.contest import Asked, Case, Contender, Match, Sample, play
+from bench import rates, shapes
+from bench.contest import Case, Contender, Match, Sample, play
 from bench.generator import COMPLETIONS, Loaded, load_processes
-from bench.peers import environments
-from bench.peers.catalogue import OURS_HTTP, PEERS, VLLM_SERVER, Peer
+from bench.peers.catalogue import OURS_HTTP, PEERS, VLLM_SERVER
+from bench.peers.defaults import measure_defaults
 from bench.peers.report import find_figures, format_peers
 from bench.peers.served_files import measure_file
+from bench.peers.starting import start_peer
 from bench.probe import probing
 from bench.real_model import FILE, MODELS
 from bench.sections import peers_file
@@ -25,7 +26,6 @@ from bench.service import BenchError, exit_on_sigterm, first_line, launch
 from bench.variants import OURS, VARIANTS, Variant
 
 PREFILLS = (512, 1024)
-START_TIMEOUT_S = 300.0
 # Options, with the sections whose variants each of them adds.
 ADDED = {"int8": ("int8",), "bfloat16": ("bfloat16",), "int4": ("int4", "w4a8")}
 
@@ -34,7 +34,9 @@ def main() -> None:
     options = parse_options(sys.argv[1:])
     exit_on_sigterm()
     try:
-        if options.gguf is None:
+        if options.defaults:
+            results = [measure_defaults(options)]
+        elif options.gguf is None:
             results = [measure(options)]
         else:
             results = [measure_file(options, file) for file in options.gguf or find_files()]
@@ -65,6 +67,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--bfloat16", action="store_true", help="measure our bfloat16 arithmetic too")
     more = "measure our int4 weights too, with and without int8 activations"
     parser.add_argument("--int4", action="store_true", help=more)
+    more = "measure all with their defaults instead, with the arithmetic and the types that they choose"
+    parser.add_argument("--defaults", action="store_true", help=more)
     more = "measure llama.cpp and us on GGUF files instead (default: all that make has fetched)"
     parser.add_argument("--gguf", type=Path, nargs="*", metavar="FILE", help=more)
     parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
@@ -97,7 +101,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for peer in PEERS:
             if peer.name in options.only:
                 try:
-                    contenders.append(_start(peer, model, options, stack))
+                    contenders.append(start_peer(peer, model, options, stack))
                 except BenchError as error:
                     failures[peer.name] = first_line(error)
         samples = play(make_matches(options, contenders), probe, options.rounds)
@@ -125,23 +129,6 @@ def make_matches(options: argparse.Namespace, contenders: Sequence[Contender]) -
     cases = [Case("decode", count, *sizes) for count in options.clients]
     cases += [Case("prefill", 1, length, 1) for length in PREFILLS]
     return [(case, contenders) for case in cases]
-
-
-def _start(peer: Peer, model: Path, options: argparse.Namespace, stack: contextlib.ExitStack) -> Contender:
-    """Return the contender, ready to be measured. Raises BenchError."""
-    python = sys.executable
-    if peer.environment is not None:
-        python = str(environments.ensure(peer.environment, options.peers).absolute())
-    options.peers.mkdir(parents=True, exist_ok=True)
-    arguments = peer.arguments(model, options.peers)
-    log = options.peers / f"{peer.name}.log"
-    starting = worker.start(peer.module, *arguments, python=python, log=log, env=peer.variables())
-    child = stack.enter_context(starting)
-    if peer.is_server:
-        target = child.ask({}, START_TIMEOUT_S)["target"]
-        return Loaded(peer.name, stack.enter_context(load_processes()), target, COMPLETIONS)
-    child.ask({"batch": 1, "input_tokens": 16, "new_tokens": 2, "seed": 0}, START_TIMEOUT_S)
-    return Asked(peer.name, child)
 
 
 def _result(

@@ -171,7 +171,7 @@ PEERS = (
         "vllm",
         "vLLM: float32, eager",
         "bench.peers.vllm",
-        lambda model, _: [str(model), "float32"],
+        lambda model, _: [str(model), "float32", "eager"],
         environments.VLLM,
         _vllm_variables,
     ),
@@ -190,5 +190,37 @@ PEERS = (
         "transformers `generate`: float32",
         "bench.peers.transformers",
         lambda model, _: [str(model), "float32"],
+    ),
+)
+
+# Each with the arithmetic, the types and the compilation of its choice.
+DEFAULT_PEERS = (
+    Peer(
+        "openvino defaults",
+        "OpenVINO GenAI",
+        "bench.peers.openvino",
+        _openvino("fp16", "default", "default"),
+        environments.OPENVINO,
+    ),
+    Peer(
+        "vllm defaults",
+        "vLLM",
+        "bench.peers.vllm",
+        lambda model, _: [str(model), "auto", "compiled"],
+        environments.VLLM,
+        _vllm_variables,
+    ),
+    Peer(
+        "llama-cpp defaults",
+        "llama.cpp, float16 file",
+        "bench.peers.llama_cpp",
+        _llama_cpp("f16"),
+        environments.LLAMA_CPP,
+    ),
+    Peer(
+        "transformers defaults",
+        "transformers `generate`",
+        "bench.peers.transformers",
+        lambda model, _: [str(model), "auto"],
     ),
 )

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.contest import Sample, rates_of
-from bench.peers.catalogue import PEERS
+from bench.peers.catalogue import DEFAULT_PEERS, PEERS
 from bench.rates import find_ratio
 from bench.report import describe_looks, format_table, format_targets
-from bench.targets import GGUF_TARGETS, TARGETS, Figure
+from bench.targets import ALL_TARGETS, Figure
 from bench.variants import OURS
 
-RIVALS = {peer.name: peer.rival for peer in PEERS}
+RIVALS = {peer.name: peer.rival for peer in (*PEERS, *DEFAULT_PEERS)}
 
 
 def find_figures(samples: Sequence[Sample], clients: Sequence[int], prefills: Sequence[int]) -> list[Figure]:
@@ -32,7 +32,7 @@ def format_peers(result: dict[str, Any]) -> str:
         [result["titles"][name], *(_cell(samples, name, case) for case in cases)]
         for name in dict.fromkeys(sample.contender for sample in samples)
     ]
-    pursued = {target.key for target in (*TARGETS, *GGUF_TARGETS)}
+    pursued = {target.key for target in ALL_TARGETS}
     reported = [each for each in result["figures"] if each.key in pursued or each.key.startswith("gguf")]
     missing = {key: reason for key in pursued if (reason := _find_reason(result["failures"], key))}
     about = (

@@ -34,7 +34,7 @@ def generate(model: LlamaForCausalLM, question: dict[str, Any]) -> dict[str, Any
 
 def main() -> None:
     directory, dtype = sys.argv[1:]
-    model = LlamaForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     worker.serve(lambda question: generate(model, question))
 
 

@@ -1,5 +1,5 @@
-"""Runs vLLM on the CPU; a worker process in an environment that has it. Arguments: the model's directory and
-the type of weights and arithmetic."""
+"""Runs vLLM on the CPU; a worker process in an environment that has it. Arguments: the model's directory,
+the type of weights and arithmetic, and eager or compiled."""
 
 import random
 import sys
@@ -32,12 +32,12 @@ def generate(model: LLM, vocab_size: int, question: dict[str, Any]) -> dict[str,
 
 
 def main() -> None:
-    directory, dtype = sys.argv[1:]
+    directory, dtype, steps = sys.argv[1:]
     model = LLM(
         directory,
         dtype=dtype,
         max_model_len=MAX_LENGTH,
-        enforce_eager=True,  # with compilation, it takes minutes to start
+        enforce_eager=steps == "eager",  # with compilation, it takes minutes to start
         enable_prefix_caching=False,
     )
     vocab_size = model.llm_engine.model_config.get_vocab_size()

@@ -60,7 +60,7 @@ class LocalEngine:
         budget = TokenBudget(config.max_step_tokens, config.decode_step_ms / 1000)
         proposer = _open_proposer(config, info, budget)
         if isinstance(proposer, ShardDrafts):
-            metrics.speculator_active.follow(lambda: proposer.follows_all)
+            metrics.speculator_active.follow(lambda: proposer.is_active)
         self._engine = Engine(
             self._adapters.residency,
             _open_pool(config, info),

@@ -142,6 +142,15 @@ def test_a_slow_step_ends_drafts_for_a_short_time_only(count: int) -> None:
         service.run_renewed(100, lambda _: 0.6)
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_drafts_that_are_wrong_at_the_start_of_an_answer_pay(count: int) -> None:
+    """Check that a trial covers more than the first tokens of an answer."""
+    service = Service(new_sequences(count), draft_s=0.0002, delay_s=0.1)
+    service.run_renewed(3000, lambda one: 0.0 if service.num_tokens[one] < 8 else 0.45)
+    assert service.proposer.is_active
+    assert service.speed > 1.15
+
+
 def test_full_steps_get_no_drafts() -> None:
     """Check that drafts which pay for one sequence are not used where each draft costs as much as a row."""
     service = Service(new_sequences(200), draft_s=0.0003).run(200, lambda _: 0.8)
@@ -152,13 +161,13 @@ def test_drafts_are_used_again_when_they_are_right() -> None:
     """Check that new sequences are followed again, and that these get drafts."""
     service = Service(new_sequences(4), draft_s=0.0002)
     service.run_renewed(1000, lambda _: 0.0)
-    assert not service.proposer.follows_all
+    assert not service.proposer.is_active
     before = sum(service.num_drafts.values())
     service.run_renewed(2000, lambda _: 0.9)
     middle = sum(service.num_drafts.values())
     service.run_renewed(200, lambda _: 0.9)
     assert before < 200
-    assert service.proposer.follows_all
+    assert service.proposer.is_active
     assert sum(service.num_drafts.values()) - middle > 200 * 4 * 2
 
 
@@ -172,7 +181,7 @@ def test_following_costs_little_where_drafts_are_wrong(count: int) -> None:
     # It is tried again, ever more rarely.
     before = service.num_followed
     service.run_renewed(6000, lambda _: 0.0)
-    assert before < service.num_followed < before + 0.01 * 6000 * count
+    assert before < service.num_followed < before + 0.02 * 6000 * count
 
 
 def test_following_that_costs_more_than_drafts_save_ends() -> None:

@@ -10,31 +10,28 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from tgis.router.scheduling.linear_fit import LinearFit
 from tgis.router.scheduling.prefix_cache import stop_following
+from tgis.router.scheduling.proposers.draft_trial import DraftTrial
 from tgis.router.scheduling.step import NO_DRAFTS, DraftResult, Drafts, Step
 from tgis.router.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
 FIRST_RATE = 0.5  # initial acceptance rate of every position
-MIN_WEIGHT = 1 / 32  # minimum weight of the newest draft in the rates of all sequences together
+FIRST_WEIGHT = 3  # number of observations that rates stand for at the beginning of a trial
+MIN_WEIGHT = 1 / 64  # minimum weight of the newest draft in the rates of all sequences together
 SEQUENCE_WEIGHT = 1 / 16  # weight of the newest draft in the rates of its own sequence
-COST_DECAY = 0.9  # factor by which each observed cost reduces the weight of earlier ones
+COST_DECAY = (
+    0.98  # factor by which each observed cost, or time of following, reduces the weight of earlier ones
+)
 MAX_COST = 4.0  # limit of an observed cost, in steps without drafts: more is a delay that has another cause
 FIRST_COST = 0.25  # limit of a draft's cost before the first one is observed, as a fraction of a step
 # The shards are idle between two steps for this fraction of a step if every sequence waits for its answer.
 WAIT_FRACTION = 0.15
-MIN_PLAIN_STEPS = 4  # steps that must be timed before the first draft
-# While drafts do not pay, one sequence gets some after this number of steps, then after twice as many, and so
-# on up to the maximum.
-MIN_PAUSE, MAX_PAUSE = 32, 512
-MAX_EMPTY = 4  # requests for drafts that the shards may answer with none, which then count as a wrong draft
 # After this number of steps in which drafts do not pay, the shards' speculator stops following the sequences.
 MAX_UNPAID_STEPS = 64
-# From then on, a new sequence is followed for a trial after this number of steps without drafts, then after
-# twice as many, and so on up to the maximum.
-MIN_FOLLOW_PAUSE, MAX_FOLLOW_PAUSE = 256, 8192
-MAX_FAILURES = 3  # steps of a trial, one after the other, whose drafts are worse than expected
-FOLLOW_DECAY = 0.98  # factor by which each observed time of following reduces the weight of earlier ones
+# From then on, a new sequence is followed for a trial after this number of steps without drafts, after twice
+# as many if the trial fails, and so on up to the maximum.
+MIN_PAUSE, MAX_PAUSE = 256, 8192
 SEQUENCE_PAUSE = 32  # steps after which a sequence gets a draft again, although they do not pay for it
 
 
@@ -53,6 +50,10 @@ class AcceptanceRates:
     def chances(self) -> list[float]:
         """Return the probabilities that the first draft is accepted, that the first two are, and so on."""
         return list(accumulate(self._rates, mul))
+
+    def forget(self, num_observed: int) -> None:
+        """Give the rates the weight of that many observations."""
+        self._num_observed = num_observed
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         self.num_skipped = 0
@@ -79,63 +80,85 @@ class ShardDrafts:
     them wait for their answers, so that each step has all of them.
 
     The shards' speculator must follow each step of a sequence, prompts included, which takes time even
-    without drafts. While drafts do not pay, it follows none. It cannot catch up with a running sequence,
-    because the served model would have to compute all states again. So only new sequences are followed when
-    drafts are expected to pay again, or one of them for a trial."""
+    without drafts. It cannot catch up with a running sequence, because the served model would have to compute
+    all states again. So new sequences are followed only if drafts are expected to pay for the present number
+    of sequences, or one of them for a trial.
+
+    The first tokens of an answer are the hardest to predict, and the first steps with drafts are slow, so
+    rates and costs are those of a trial, not of its first drafts. A service begins with a trial that follows
+    all sequences."""
 
     def __init__(self, max_drafts: int, predict: Callable[[int], float]) -> None:
         """Create a proposer of at most `max_drafts` per sequence. `predict` returns the duration in seconds
         of a step with a number of tokens and without drafts."""
         self._max_drafts = max_drafts
         self._predict = predict
-        self._rates = AcceptanceRates([FIRST_RATE] * max_drafts, MIN_WEIGHT, num_observed=3)
+        self._rates = AcceptanceRates([FIRST_RATE] * max_drafts, MIN_WEIGHT, FIRST_WEIGHT)
         self._rates_of: WeakKeyDictionary[Sequence, AcceptanceRates] = WeakKeyDictionary()
         self._cost_fit = LinearFit(COST_DECAY)
+        self._follow_fit = LinearFit(COST_DECAY)
         self._costs = Costs(0.0, 0.0, 0.0)
         self._left = 0
-        self._pays = self._may_try = False
-        self._tries = False  # the next observed cost is that of a trial
-        self._num_plain_steps = 0  # since the last step with drafts
-        self._num_empty = 0  # requests for drafts since the last ones
-        self._pause = MIN_PLAIN_STEPS
-        self._follow_fit = LinearFit(FOLLOW_DECAY)
+        self._pays = False
+        self._trial: DraftTrial | None = DraftTrial()
+        self._is_active = True
+        self._is_useless = False  # no draft of the last trial was accepted
         self._followed: WeakSet[Sequence] = WeakSet()
-        self._follows_all = True  # all new sequences
+        self._num_plain_steps = 0  # since the last step with drafts
         self._num_unpaid_steps = 0  # since drafts paid
-        self._follow_pause = 1
-        self._num_failures = 0  # of the present trial
+        self._pause = MIN_PAUSE
 
     @property
-    def follows_all(self) -> bool:
+    def is_active(self) -> bool:
         """False while drafts are not expected to pay, so that new sequences are followed only for trials."""
-        return self._follows_all
+        return self._is_active
 
     def begin(self, num_sequences: int, max_drafts: int) -> bool:
         """Begin a step with at most `max_drafts` drafts. Return whether any sequence should get drafts or
         wait."""
-        self._pays = self._may_try = False
+        self._pays = False
         step = self._predict(num_sequences) if num_sequences else 0.0
         if max_drafts <= 0 or step <= 0:
             return False
         self._left = max_drafts
-        self._costs = costs = self._find_costs(step, num_sequences)
-        if self._cost_fit.is_empty and self._num_plain_steps < MIN_PLAIN_STEPS:
-            return False
-        self._pays = self._find_gain(costs, min(num_sequences, len(self._followed))) > 0
-        self._may_try = self._num_plain_steps >= self._pause
-        return self._pays or self._may_try
+        if self._trial is not None:
+            return self._trial.begin(self._num_plain_steps)
+        num_followed = min(num_sequences, len(self._followed))
+        self._costs = self._find_costs(step, num_sequences, num_followed)
+        self._pays = self._find_gain(self._rates.chances(), self._costs, num_followed) > 0
+        return self._pays
 
     def follows(self, sequence: Sequence, num_sequences: int) -> bool:
-        """Return True if the speculator should follow a new sequence: unless drafts have not paid for long.
-        Then, if they are expected to pay for `num_sequences`, or for a trial."""
-        is_trial = self._num_plain_steps >= self._follow_pause and not self._followed
-        if not self._follows_all and self._would_pay(num_sequences):
-            self._follows_all = True
-            logger.info("drafts of the speculator are expected to pay again: new inputs get some")
-        if self._follows_all or is_trial or sequence in self._followed:
+        """Return True if the speculator should follow a new sequence, as one of `num_sequences`."""
+        if sequence in self._followed:
+            return True
+        if self._expects_gain(num_sequences) or self._needs_one():
             self._followed.add(sequence)
             return True
         return False
+
+    def _expects_gain(self, num_sequences: int) -> bool:
+        """Return True if drafts are expected to pay. A trial does not change the expectation before it
+        ends."""
+        if self._trial is not None:
+            return self._is_active
+        if self._is_useless:
+            return False
+        would_pay = self._would_pay(num_sequences)
+        if would_pay and not self._is_active:
+            self._is_active = True
+            logger.info("drafts of the speculator are expected to pay again: new inputs get some")
+        return would_pay
+
+    def _needs_one(self) -> bool:
+        """Return True if a sequence must be followed for a trial, which begins now if it is due."""
+        if self._followed:
+            return False
+        if self._trial is None and self._num_plain_steps >= self._pause:
+            self._trial = DraftTrial()
+            self._rates.forget(FIRST_WEIGHT)
+            self._cost_fit = LinearFit(COST_DECAY)
+        return self._trial is not None
 
     def propose(self, sequence: Sequence, max_drafts: int) -> Drafts:
         """Return the number of drafts that the shards may propose."""
@@ -143,7 +166,7 @@ class ShardDrafts:
             return NO_DRAFTS
         max_drafts = min(max_drafts, self._left, self._max_drafts)
         if not self._pays:
-            return self._try_drafts(max_drafts)
+            return self._try_drafts(sequence, max_drafts)
         rates = self._rates_of.get(sequence)
         if rates is None:
             rates = self._rates_of[sequence] = self._rates.copy(SEQUENCE_WEIGHT)
@@ -156,47 +179,56 @@ class ShardDrafts:
         self._left -= count
         return Drafts(max_proposed=count, waits=True)
 
+    def _try_drafts(self, sequence: Sequence, max_drafts: int) -> Drafts:
+        if self._trial is None or max_drafts <= 0 or not self._trial.takes(sequence):
+            return NO_DRAFTS
+        self._num_plain_steps = 0  # before the answer, which comes after some plain steps
+        return Drafts(max_proposed=max_drafts)
+
     def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
-        """Learn the acceptance rates, and the cost of drafts from the steps without prompts."""
+        """Learn the acceptance rates, and the costs from the steps without prompts."""
         results = list(results)
         num_drafts = sum(result.num_drafts for result in results)
-        if num_drafts and not step.num_prompts:
-            self._observe_cost(step, num_drafts, seconds)
-        self._observe_results(step, results, num_drafts)
-        if not step.max_proposed and not step.num_prompts:
-            self._num_plain_steps += 1
-            if step.num_followed:
-                self._follow_fit.observe(step.num_followed, follow_s)
-        self._count_unpaid()
-
-    def _observe_cost(self, step: Step, num_drafts: int, seconds: float) -> None:
-        if self._tries:  # an earlier step may have been slow for another reason
-            self._cost_fit = LinearFit(COST_DECAY)
-            self._tries = False
-        plain = self._predict(step.num_tokens - step.max_proposed)
-        self._cost_fit.observe(num_drafts, min(max(seconds - plain, 0.0), MAX_COST * plain))
-
-    def _observe_results(self, step: Step, results: list[DraftResult], num_drafts: int) -> None:
-        """Learn the acceptance rates, and plan the next trial."""
-        expected = sum(self._rates.chances())
+        if not step.num_prompts:
+            self._observe_costs(step, num_drafts, seconds, follow_s)
         for result in results:
             self._rates.observe(result.num_drafts, result.num_accepted)
             if (rates := self._rates_of.get(result.sequence)) is not None:
                 rates.observe(result.num_drafts, result.num_accepted)
-        if num_drafts:
-            num_accepted = max(result.num_accepted for result in results)
-            self._plan_next(is_promising=num_accepted > expected and self._may_pay(step))
-        elif step.max_proposed:
-            self._num_empty += 1
-            if self._num_empty >= MAX_EMPTY:
-                self._rates.observe(1, 0)
-                self._plan_next(is_promising=False)
+        if self._trial is not None and step.max_proposed:
+            self._judge(self._trial, step, sum(result.num_accepted for result in results), bool(num_drafts))
+        elif self._trial is None:
+            self._count_unpaid()
 
-    def _may_pay(self, step: Step) -> bool:
-        """Return True if drafts would pay in such a step if all were accepted."""
+    def _observe_costs(self, step: Step, num_drafts: int, seconds: float, follow_s: float) -> None:
+        if not step.max_proposed:
+            self._num_plain_steps += 1
+            if step.num_followed:
+                self._follow_fit.observe(step.num_followed, follow_s)
+            return
+        self._num_plain_steps = 0
+        is_first = self._trial is not None and not self._trial.num_steps
+        if num_drafts and not is_first:
+            plain = self._predict(step.num_tokens - step.max_proposed)
+            self._cost_fit.observe(num_drafts, min(max(seconds - plain, 0.0), MAX_COST * plain))
+
+    def _judge(self, trial: DraftTrial, step: Step, num_accepted: int, has_drafts: bool) -> None:
+        """Count drafts of the trial. End it if it is over, and decide whether drafts are expected to pay."""
         num_sequences = len(step.work)
-        costs = self._find_costs(self._predict(num_sequences), num_sequences)
-        return costs.saved > costs.per_draft
+        if has_drafts:
+            trial.observe(num_accepted, is_hopeless=not self._could_pay(num_sequences))
+        else:
+            trial.observe_empty()
+        if not trial.is_over:
+            return
+        self._trial = None
+        self._is_useless = not trial.num_accepted
+        if not self._is_useless and self._would_pay(num_sequences):
+            self._is_active = True
+            self._pause = MIN_PAUSE
+            logger.info("drafts of the speculator are expected to pay: new inputs get some")
+        else:
+            self._stop_following()
 
     def _count_unpaid(self) -> None:
         """Count steps in which drafts do not pay. After too many, let the shards follow no sequence."""
@@ -204,15 +236,37 @@ class ShardDrafts:
         if self._num_unpaid_steps > MAX_UNPAID_STEPS:
             self._stop_following()
 
+    def _stop_following(self) -> None:
+        """Let the shards follow no sequence, and choose the number of steps before the next trial."""
+        for sequence in self._followed:
+            stop_following(sequence)
+        self._followed.clear()
+        if self._is_active:
+            self._is_active = False
+            logger.info("drafts of the speculator do not pay: it is no longer computed, except for trials")
+        else:
+            self._pause = min(2 * self._pause, MAX_PAUSE)
+        self._num_plain_steps = self._num_unpaid_steps = 0
+
     def _would_pay(self, num_sequences: int) -> bool:
         """Return True if drafts are expected to pay for that many sequences."""
-        step = self._predict(num_sequences)
-        return step > 0 and self._find_gain(self._find_costs(step, num_sequences), num_sequences) > 0
+        return self._predict_gain(self._rates.chances(), num_sequences) > 0
 
-    def _find_gain(self, costs: Costs, num_followed: int) -> float:
+    def _could_pay(self, num_sequences: int) -> bool:
+        """Return True if drafts would pay for that many sequences if all were accepted."""
+        return self._predict_gain([1.0] * self._max_drafts, num_sequences) > 0
+
+    def _predict_gain(self, chances: list[float], num_sequences: int) -> float:
+        """Return the seconds that drafts save in a step of that many sequences, all of them followed."""
+        step = self._predict(num_sequences)
+        if step <= 0:
+            return 0.0
+        return self._find_gain(chances, self._find_costs(step, num_sequences, num_sequences), num_sequences)
+
+    def _find_gain(self, chances: list[float], costs: Costs, num_followed: int) -> float:
         """Return the seconds that the best number of drafts is expected to save in a step, or less than zero
         if it costs more. `num_followed` sequences can have drafts."""
-        _, gain = find_best(self._rates.chances(), costs)
+        _, gain = find_best(chances, costs)
         return num_followed * gain - costs.per_step - self._predict_following(num_followed)
 
     def _predict_following(self, num_followed: int) -> float:
@@ -220,49 +274,14 @@ class ShardDrafts:
         fixed, per_sequence = self._follow_fit.solve()
         return fixed + per_sequence * num_followed if num_followed else 0.0
 
-    def _find_costs(self, step: float, num_sequences: int) -> Costs:
-        follow_s = self._predict_following(min(num_sequences, len(self._followed)))
-        saved = max(step - follow_s, 0.0) / num_sequences
+    def _find_costs(self, step: float, num_sequences: int, num_followed: int) -> Costs:
+        """Return the costs in a step that takes `step` seconds without drafts, following included."""
+        saved = max(step - self._predict_following(num_followed), 0.0) / num_sequences
         if self._cost_fit.is_empty:
             per_draft = min(self._predict(num_sequences + 1) - step, FIRST_COST * step)
             return Costs(saved, per_draft, WAIT_FRACTION * step)
         per_step, per_draft = self._cost_fit.solve()
         return Costs(saved, per_draft, per_step + WAIT_FRACTION * step)
-
-    def _try_drafts(self, max_drafts: int) -> Drafts:
-        """Return drafts of a followed sequence that can have some, to learn whether they would pay. It is the
-        first one of a step."""
-        if not self._may_try or max_drafts <= 0:
-            return NO_DRAFTS
-        self._may_try = False
-        self._tries = True
-        return Drafts(max_proposed=max_drafts)
-
-    def _plan_next(self, is_promising: bool) -> None:
-        """Choose the number of plain steps before the next trial. It matters only while drafts do not pay."""
-        was_trial = self._num_plain_steps >= self._pause
-        self._num_plain_steps = self._num_empty = 0
-        if is_promising:
-            self._pause = self._follow_pause = 1
-            self._num_failures = self._num_unpaid_steps = 0
-        elif self._follows_all:
-            self._pause = min(max(2 * self._pause, MIN_PAUSE), MAX_PAUSE) if was_trial else MIN_PAUSE
-        else:
-            self._num_failures += 1
-            if self._num_failures >= MAX_FAILURES:
-                self._stop_following()
-
-    def _stop_following(self) -> None:
-        """Let the shards follow no sequence, and choose the number of steps before the next trial."""
-        for sequence in self._followed:
-            stop_following(sequence)
-        self._followed.clear()
-        if self._follows_all:
-            self._follows_all = False
-            logger.info("drafts of the speculator do not pay: it is no longer computed, except for trials")
-        self._num_plain_steps = self._num_unpaid_steps = self._num_failures = 0
-        self._pause = 1
-        self._follow_pause = min(max(2 * self._follow_pause, MIN_FOLLOW_PAUSE), MAX_FOLLOW_PAUSE)
 
 
 def find_best(chances: list[float], costs: Costs) -> tuple[int, float]:
