@@ -46,6 +46,12 @@ def _gguf(kind: str) -> Variant:
     return Variant(f"gguf-{kind}", f"`{' '.join(command)}`", "gguf", HALF, command)
 
 
+def _gguf_bfloat16(kind: str) -> Variant:
+    flags = ("--cpu-arithmetic", "bfloat16")
+    label = f"`--method gguf --gguf-type {kind}`, served with `{' '.join(flags)}`"
+    return Variant(f"gguf-{kind}-bfloat16", label, "gguf", flags, ("--method", "gguf", "--gguf-type", kind))
+
+
 def _llama_cpp(kind: str) -> Variant:
     return Variant(
         f"llama-cpp-{kind.lower()}",
@@ -75,6 +81,7 @@ VARIANTS = (
     _loading("fp8", "--quantize", "fp8"),
     _loading("int4-a8", "--quantize", "int4", *INT8_ACTIVATIONS),
     *(_gguf(kind) for kind in ("q8_0", "q4_0", "q4_1")),
+    _gguf_bfloat16("q4_1"),
     *(_command(f"command-{method}", "--method", method) for method in ("int8", "fp8")),
     _loading("fp8-e5m2-cache", "--kv-cache-dtype", "fp8_e5m2"),
     _loading("bfloat16", dtype="bfloat16"),

@@ -145,14 +145,16 @@ class ModelOptions:
         "Arithmetic of matrix products and attention on CPUs, in the service's own engine. bfloat16 rounds "
         "the operands to bfloat16 and accumulates in float32: about twice as fast for several tokens at once "
         "on AMD processors with AVX512_BF16 and Intel processors with AMX, slower on others. It also keeps "
-        "keys and values as bfloat16. Products of quantized weights, and attention to 8-bit keys and values, "
-        "do not change. auto: bfloat16 on these processors, unless the type of the weights is float32.",
+        "keys and values as bfloat16. Products of quantized weights change only with AMX, and attention to "
+        "8-bit keys and values does not change. auto: bfloat16 on these processors, unless the weights are "
+        "float32 and not quantized.",
         "auto",
         choices=ARITHMETICS,
         group=Group.MEMORY,
     )
     cpu_amx: str = option(
-        "Use of AMX on CPUs, for --cpu-arithmetic bfloat16 and for products of int8 codes; auto: use it if "
+        "Use of AMX on CPUs, for --cpu-arithmetic bfloat16, which includes products of quantized weights, and "
+        "for products of int8 codes; auto: use it if "
         "the processor has it and its results pass a check when a shard starts.",
         "auto",
         choices=("auto", "off"),

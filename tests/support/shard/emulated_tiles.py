@@ -201,8 +201,16 @@ class _Operation:
 
 
 def compile_emulated(names: Sequence[str], kernel: str) -> Kernel:
-    """Compile a kernel of the last of some modules below `tgis.shard.kernels.cpu`, which are imported again
-    with emulated tiles. Its code is not stored on disk, where the processor's code would be expected."""
+    """Compile a kernel of the last of some modules, as `compile_each_emulated` does."""
+    [compiled] = compile_each_emulated(names, lambda module: [getattr(module, kernel)])
+    return compiled
+
+
+def compile_each_emulated(
+    names: Sequence[str], find: Callable[[ModuleType], Sequence[Kernel]]
+) -> Sequence[Kernel]:
+    """Compile kernels of the last of some modules below `tgis.shard.kernels.cpu`, which are imported again
+    with emulated tiles. Their code is not stored on disk, where the processor's code would be expected."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "_bases", [])
         patch.setattr(instructions, "INSTRUCTIONS", EmulatedTiles)
@@ -210,9 +218,9 @@ def compile_emulated(names: Sequence[str], kernel: str) -> Kernel:
             module = _import_again(f"tgis.shard.kernels.cpu.{name}")
             patch.setitem(sys.modules, module.__name__, module)
             patch.setattr(sys.modules[module.__name__.rpartition(".")[0]], name.rpartition(".")[2], module)
-        compiled: Kernel = getattr(module, kernel)
-        assert compiled.address
-    return compiled
+        kernels = find(module)
+        assert all(kernel.address for kernel in kernels)
+    return kernels
 
 
 def _import_again(name: str) -> ModuleType:

@@ -63,13 +63,14 @@ def make_platform(
     spec: ModelSpec | None = None,
     num_ranks: int = 1,
     multiplies_int8: bool = False,
+    multiplies_codes: bool = False,
 ) -> Platform:
     """Return the platform of a device. Compiled code is stored in `kernel_cache` if there is no better
     directory. The process may use `memory_fraction` of a GPU's memory. A GPU's kernels are checked for
     weights of `dtype` (None: the 16-bit types), and for a rank's share of the model `spec`. A CPU's matrix
     products use `cpu_arithmetic`; products with codes round activations if `rounds_activations` is set, and
-    AMX is used if it is available and `may_use_amx` is set, in int8 products if the model `multiplies_int8`.
-    Raises DeviceError."""
+    AMX is used if it is available and `may_use_amx` is set, in int8 products if the model `multiplies_int8`,
+    and in products with other codes if it `multiplies_codes`. Raises DeviceError."""
     if device.type == "cuda":
         from tgis.shard.startup.cuda_platform import on_cuda
 
@@ -77,7 +78,8 @@ def make_platform(
         return on_cuda(device, kernel_cache, memory_fraction, dtype, spec, num_ranks)
     from tgis.shard.startup.cpu_platform import on_cpu
 
-    return on_cpu(kernel_cache, cpu_arithmetic, rounds_activations, may_use_amx, multiplies_int8)
+    multiplies = (multiplies_int8, multiplies_codes)
+    return on_cpu(kernel_cache, cpu_arithmetic, rounds_activations, may_use_amx, *multiplies)
 
 
 def _explain() -> str:

@@ -12,6 +12,7 @@ from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.kernels.cpu.bf16 import self_check
 from tgis.shard.kernels.cpu.bf16.attention import choose_attention
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
+from tgis.shard.kernels.cpu.codes.tiles import self_check as code_check
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.int8 import self_check as int8_check
 from tgis.shard.kernels.cpu.jit.cache import add_run_directory
@@ -40,10 +41,12 @@ def on_cpu(
     rounds_activations: bool = False,
     may_use_amx: bool = False,
     multiplies_int8: bool = False,
+    multiplies_codes: bool = False,
 ) -> Platform:
     """Return the platform whose matrix products and attention use this arithmetic. Products with codes can
     round activations, and products can use AMX. The kernels of int8 products are checked only if the model
-    `multiplies_int8`. Compiled code is stored in `kernel_cache` if there is no better directory."""
+    `multiplies_int8`, and those of other codes if it `multiplies_codes`. Compiled code is stored in
+    `kernel_cache` if there is no better directory."""
     if kernel_cache is not None:
         add_run_directory(kernel_cache)
     rounds_activations = rounds_activations and _can_round()
@@ -56,17 +59,18 @@ def on_cpu(
         return replace(ON_CPU, kernels=kernels, replaced_kernels=int8.replaced)
     assert arithmetic == "bfloat16"
     packer = self_check.choose_packer(has_tiles)
+    codes = code_check.choose_tile_kernels(has_tiles and multiplies_codes)
     attention = choose_attention(
         multiplies_pairs=self_check.REPLACED not in packer.replaced, has_tiles=has_tiles
     )
     logger.info("matrix products and attention multiply in bfloat16 and accumulate in float32")
     return replace(
         ON_CPU,
-        kernels=BfloatKernels(packer.pack, rounds_activations, int8.kernel),
+        kernels=BfloatKernels(packer.pack, rounds_activations, int8.kernel, codes.by_bits),
         make_runner=HostRunners(attention, captures_steps=True),
         product_dtype=torch.bfloat16,
         cache_dtype=torch.bfloat16,
-        replaced_kernels=(*packer.replaced, *int8.replaced, *attention.replaced),
+        replaced_kernels=(*packer.replaced, *codes.replaced, *int8.replaced, *attention.replaced),
     )
 
 

@@ -96,8 +96,10 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
     quantize_check.check_engine(config, choice)
     device = _find_device(config, choice) if on is None else on.device
     dtype_name = _choose_dtype(config.dtype, settings, choice, device)
-    config = replace(config, cpu_arithmetic=_choose_arithmetic(config, choice, device, dtype_name))
-    on = on or _make_platform(config, choice, device, quantize_check.find_layout(config, settings))
+    layout = quantize_check.find_layout(config, settings)
+    has_codes = layout is not None
+    config = replace(config, cpu_arithmetic=_choose_arithmetic(config, choice, device, dtype_name, has_codes))
+    on = on or _make_platform(config, choice, device, layout)
     if config.kv_cache_memory_fraction is not None:
         on = replace(on, cache_fraction=config.kv_cache_memory_fraction)
     quantize_check.check_platform(config.quantize, on)
@@ -418,17 +420,20 @@ def _find_device(config: ShardConfig, choice: Choice) -> torch.device:
     return choose_platform.find_device(config.device, local_rank, _num_local(config), choice.gpu_obstacle)
 
 
-def _choose_arithmetic(config: ShardConfig, choice: Choice, device: torch.device, dtype_name: str) -> str:
-    """Return float32 or bfloat16, where `auto` depends on the processor and on the type of the weights."""
+def _choose_arithmetic(
+    config: ShardConfig, choice: Choice, device: torch.device, dtype_name: str, has_codes: bool
+) -> str:
+    """Return float32 or bfloat16, where `auto` depends on the processor and on the type of the weights:
+    float32 weights keep float32, unless most of them are codes."""
     if config.cpu_arithmetic != "auto":
         return config.cpu_arithmetic
-    may_differ = device.type == "cpu" and choice.is_native and dtype_name != "float32"
+    may_differ = device.type == "cpu" and choice.is_native and (dtype_name != "float32" or has_codes)
     if not may_differ or not choose_platform.has_fast_bfloat16(config.cpu_amx == "auto"):
         return "float32"
     if config.rank == 0:
         logger.info(
             "--cpu-arithmetic auto selects bfloat16, which this processor multiplies about twice as fast as "
-            "float32, and which changes the perplexity of real models by less than 0.1 %%; "
+            "float32, and which changes the perplexity of real models by less than 0.1 %; "
             "--cpu-arithmetic float32 rounds nothing"
         )
     return "bfloat16"
@@ -465,6 +470,7 @@ def _make_platform(
         choice.spec,
         config.world_size,
         multiplies_int8,
+        layout not in (None, int8.LAYOUT),
     )
 
 

@@ -3,16 +3,11 @@ the error bound, the same bits in every batch, and memory."""
 
 from collections.abc import Iterator
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Type
-from torch import Tensor
 
-from tests.support.shard.gguf_writer import make_blocks
+from tests.support.shard.gguf_tensors import NUM_COLUMNS, count_magnitudes, make_tensor
 from tests.support.shard.products import check_replay
-from tgis.shard.checkpoint.codes import Codes
 from tgis.shard.checkpoint.gguf.codes import CODINGS
 from tgis.shard.checkpoint.gguf.tensor import GgufTensor
 from tgis.shard.checkpoint.tensors import Sliced
@@ -22,7 +17,6 @@ from tgis.shard.kernels.cpu.codes.product import CodeProduct, JoinedProduct, fin
 from tgis.tensor_files.gguf_types import TYPES
 
 STEP = 2.0**-24  # rounding error of float32
-NUM_ROWS, NUM_COLUMNS = 70, 1024
 PARTS = [slice(0, 1024), slice(96, 608), slice(896, 928)]
 NAMES = list(CODINGS)
 ROUNDED = [name for name in NAMES if not CODINGS[name].layout.table]
@@ -39,15 +33,6 @@ def many_threads() -> Iterator[None]:
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
-
-
-def make_tensor(name: str, num_rows: int = NUM_ROWS) -> tuple[GgufTensor, Tensor]:
-    """Return a matrix of a type, and its values by the package."""
-    weights = np.random.default_rng(0).standard_normal((num_rows, NUM_COLUMNS), np.float32)
-    rows = make_blocks(weights, Type[name])
-    kind = next(each for each in TYPES.values() if each.name == name)
-    tensor = GgufTensor(lambda: rows, (num_rows, NUM_COLUMNS), kind, "a weight", lambda *_: None)
-    return tensor, torch.from_numpy(gguf.dequantize(rows, Type[name]))
 
 
 def pack(stored: GgufTensor | Sliced, rounds_activations: bool = False) -> CodeProduct:
@@ -77,21 +62,6 @@ def test_memory_is_near_the_file_s(name: str) -> None:
     kept = product.panels.nbytes + (0 if product.factors is None else product.factors.nbytes)
     assert kept <= 1.15 * 4 * COLUMNS * NUM_COLUMNS * size.block_bytes / size.block_elements
     assert kept == CODINGS[name].layout.bytes_per_weight * 4 * COLUMNS * NUM_COLUMNS
-
-
-def count_magnitudes(codes: Codes) -> Tensor:
-    """Return the sums of magnitudes of all terms of a product. Half their range is subtracted from codes."""
-    assert codes.layout.group is not None
-    if codes.layout.table:
-        numbers = torch.tensor(codes.layout.table, dtype=torch.float64)[codes.values.long()]
-    else:
-        numbers = codes.values.double()
-    centre = 1 << (codes.layout.bits - 1) if codes.offsets is not None else 0
-    groups = torch.arange(codes.values.shape[1]) // codes.layout.group
-    actual = (numbers - centre).abs() * codes.scales[:, groups].double().abs()
-    if codes.offsets is not None:
-        actual += (codes.offsets.double().abs() + centre * codes.scales.double().abs())[:, groups]
-    return actual
 
 
 @pytest.mark.parametrize("name", NAMES)

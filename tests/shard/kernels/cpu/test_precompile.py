@@ -20,14 +20,14 @@ from pathlib import Path
 
 from tests.support.shard.driver import Request, Router, configure
 from tgis.convert.gguf.model_directory import write_model_directory
-from tgis.shard.kernels.cpu.precompile import USUAL, all_kernels
+from tgis.shard.kernels.cpu.precompile import all_kernels, usual_kernels
 from tgis.shard.startup.load import load
 
 file, directory = map(Path, sys.argv[1:])
 write_model_directory([file], directory)
 Router(load(replace(configure(directory), cpu_arithmetic="auto"))).run([Request([5, 6, 7], max_new_tokens=3)])
 used = {kernel for kernel in all_kernels() if "_compiled" in vars(kernel)}
-print(*sorted(kernel.name for kernel in used.symmetric_difference(USUAL)))
+print(*sorted(kernel.name for kernel in used.symmetric_difference(usual_kernels())))
 """
 
 

@@ -1,7 +1,7 @@
 """`Kernels` of the CPU: float32 activations, packed weights, and rows that do not affect each other."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -39,6 +39,8 @@ class CpuKernels(CpuRounder, Unfused):
     """`Kernels` by compiled kernels."""
 
     device = CPU
+    tile_kernels: Mapping[int, Kernel] = code_product.NO_KERNELS
+    """Kernels of products with codes on AMX tiles, by the bits of codes."""
 
     def __init__(self, rounds_activations: bool = False, int8_kernel: Kernel | None = None):
         """Set whether products with the head, and with integer codes if the processor has the instructions,
@@ -55,7 +57,7 @@ class CpuKernels(CpuRounder, Unfused):
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
         if layout == int8_scheme.LAYOUT:
             return self._pack_int8
-        return code_product.find_packer(layout, self._rounds_activations)
+        return code_product.find_packer(layout, self._rounds_activations, self.tile_kernels)
 
     def rounds_inputs(self, layout: CodeLayout) -> bool:
         if layout.rounds_activations:
@@ -63,7 +65,7 @@ class CpuKernels(CpuRounder, Unfused):
         return self._rounds_activations and not layout.table and self.find_code_packer(layout) is not None
 
     def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
-        return code_product.find_table_packer(layout, self._rounds_activations)
+        return code_product.find_table_packer(layout, self._rounds_activations, self.tile_kernels)
 
     def join(self, products: Sequence[Product]) -> Product:
         return JoinedProduct([each for each in products if isinstance(each, CodeProduct)])
@@ -184,9 +186,11 @@ class BfloatKernels(CpuKernels):
         pack_bfloat16: Callable[[Stored], Product],
         rounds_activations: bool = False,
         int8_kernel: Kernel | None = None,
+        tile_kernels: Mapping[int, Kernel] = code_product.NO_KERNELS,
     ):
         super().__init__(rounds_activations, int8_kernel)
         self._pack_bfloat16 = pack_bfloat16
+        self.tile_kernels = tile_kernels
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
         has_own = role == "replicated" or (role == "head" and self._rounds_activations)

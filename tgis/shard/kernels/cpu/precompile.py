@@ -21,22 +21,24 @@ import torch
 
 from tgis import shard
 from tgis.shard.kernels.cpu import kernel_graph
+from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, WRITE
+from tgis.shard.kernels.cpu.bf16 import tiles
+from tgis.shard.kernels.cpu.bf16.attention import PAIRS, TILES
+from tgis.shard.kernels.cpu.bf16.kernels import MULTIPLY_PAIRS
 from tgis.shard.kernels.cpu.codes import look_up, packing
 from tgis.shard.kernels.cpu.codes.kernels import MULTIPLY
 from tgis.shard.kernels.cpu.codes.layout import Kind
+from tgis.shard.kernels.cpu.codes.tiles.kernels import MULTIPLY_ON_TILES
+from tgis.shard.kernels.cpu.gemm import pairs
+from tgis.shard.kernels.cpu.gemm.pack import PACK
 from tgis.shard.kernels.cpu.jit.cache import cache_directory, keep_beside_source, packaged_files
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, heads, norms
 
 # Modules that need triton, which torch's build for CPUs lacks.
 _OF_GPUS = tuple(f"{shard.__name__}.{name}" for name in ("kernels.cuda.", "runner.device.", "startup.cuda"))
-# Kernels of a model in the format GGUF with 4-bit weights, such as `make run` serves.
-USUAL = (
-    ATTEND[torch.float32],
-    WRITE[torch.float32],
-    MULTIPLY[Kind(4, rounds_activations=False)],
-    MULTIPLY[Kind(8, rounds_activations=False)],
+_OF_EVERY_ARITHMETIC = (
     packing.pack_codes,
     look_up.look_up,
     norms.rms_norm,
@@ -46,6 +48,7 @@ USUAL = (
     elementwise.change,
     kernel_graph.replay,
 )
+_BITS = (4, 8)  # of the codes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,7 +57,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("sources", nargs="?", type=Path, help="directory with a package with compiled code")
     options = parser.parse_args(arguments)
     keep_beside_source()
-    compile_all(USUAL if options.usual else all_kernels(), options.sources)
+    compile_all(usual_kernels() if options.usual else all_kernels(), options.sources)
+
+
+def usual_kernels() -> tuple[Kernel, ...]:
+    """Return the kernels of a model in the format GGUF with 4-bit weights, such as `make run` serves, for the
+    arithmetic that this processor computes fastest."""
+    has_tiles = permission.may_use_tiles()
+    if not (has_tiles or pairs.are_fast()):
+        attention = (ATTEND[torch.float32], WRITE[torch.float32])
+        return (*_OF_EVERY_ARITHMETIC, *attention, *_multiply_codes())
+    assert PAIRS is not None
+    pack = PACK[torch.float32.itemsize]
+    if has_tiles:
+        assert TILES is not None
+        assert tiles.MULTIPLY_TILES is not None
+        products = (tiles.MULTIPLY_TILES, tiles.round_pairs, *(MULTIPLY_ON_TILES[bits] for bits in _BITS))
+        return (*_OF_EVERY_ARITHMETIC, TILES.attend, TILES.write, pack, *products)
+    assert MULTIPLY_PAIRS is not None
+    return (*_OF_EVERY_ARITHMETIC, PAIRS.attend, PAIRS.write, pack, MULTIPLY_PAIRS, *_multiply_codes())
+
+
+def _multiply_codes() -> list[Kernel]:
+    return [MULTIPLY[Kind(bits, rounds_activations=False)] for bits in _BITS]
 
 
 def compile_all(kernels: Sequence[Kernel], sources: Path | None = None) -> None:

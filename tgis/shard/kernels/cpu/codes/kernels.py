@@ -104,7 +104,7 @@ def panel_bytes(w: Any) -> Any:
 
 
 @ordered
-def _copy_row(w: Any, x: int, piece: int, to: int) -> None:
+def copy_row(w: Any, x: int, piece: int, to: int) -> None:
     """Copy a piece of a row of x, zero-padded, and write its sum."""
     first = piece * w.columns
     units = count_units(w, piece)
@@ -128,7 +128,7 @@ def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
     """Copy rows of x, `width` columns each, to [pieces, rows, STRIDE]."""
     for piece in range(count_pieces(w)):
         for r in range(rows):
-            _copy_row(w, x + 4 * r * width, piece, to + (piece * rows + r) * STRIDE)
+            copy_row(w, x + 4 * r * width, piece, to + (piece * rows + r) * STRIDE)
 
 
 @ordered
@@ -141,7 +141,7 @@ def _round_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
         for r in range(rows):
             at = to + (piece * rows + r) * w.row_bytes
             rounded = row + STRIDE if w.row_bytes == PAIRS_STRIDE else at
-            _copy_row(w, x + 4 * r * width, piece, row)
+            copy_row(w, x + 4 * r * width, piece, row)
             _quantize_group(row, size, size, rounded + SCALE)
             if w.row_bytes == PAIRS_STRIDE:
                 _widen_row(rounded, size, at)
@@ -168,7 +168,7 @@ def _describe_row(at: int, code_bits: int) -> None:
 
 
 @ordered
-def _find_zeros(w: Any, panel: int, piece: int) -> Any:
+def find_zeros(w: Any, panel: int, piece: int) -> Any:
     return w.zeros + (panel * count_pieces(w) + piece) * COLUMNS if w.zeros else np.int64(0)
 
 
@@ -216,7 +216,7 @@ def _multiply_codes(
 ) -> None:
     """Add the product source rows and the codes at an address to sums. Each tile converts the codes."""
     units = count_units(w, piece)
-    zeros = _find_zeros(w, panel, piece)
+    zeros = find_zeros(w, panel, piece)
     num_tiles = -(-rows // ROWS)
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
@@ -242,7 +242,7 @@ def _multiply_piece(
 ) -> None:
     """Add the product source rows and the codes at an address to sums. The codes are widened once."""
     units = count_units(w, piece)
-    zeros = _find_zeros(w, panel, piece)
+    zeros = find_zeros(w, panel, piece)
     codes = at
     if w.unit_bytes < w.wide_unit:
         widen(wide, at, units, w.table, element)
@@ -258,7 +258,7 @@ def _multiply_piece(
 
 
 @ordered
-def _copy_sums(sums: int, rows: int, y: int, pitch: int, n: int, panel: int) -> None:
+def copy_sums(sums: int, rows: int, y: int, pitch: int, n: int, panel: int) -> None:
     """Copy sums[rows, COLUMNS] to a panel's columns of y, [rows, n]. Rows of y are `pitch` numbers apart."""
     first = panel * COLUMNS
     for r in range(rows):
@@ -328,7 +328,7 @@ def _multiply(args: Any, w: Any, element: Any) -> None:
         for panel in range(begin, end):
             following = panel + 1 if panel + 1 < end else next_one % group_units * unit_panels
             _multiply_panel(w, rows_of_x, rows, panel, following, sums, wide, element)
-            _copy_sums(sums, rows, y + 4 * first * pitch, pitch, w.out_features, panel)
+            copy_sums(sums, rows, y + 4 * first * pitch, pitch, w.out_features, panel)
         unit = next_unit(args)
     keep_alive(scratch)
 

@@ -1,9 +1,10 @@
 """Matrix products of float32 rows with codes of 2 to 8 bits that share scales in groups."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -30,13 +31,14 @@ from tgis.shard.kernels.cpu.codes.look_up import look_up
 from tgis.shard.kernels.cpu.codes.packing import pack_codes
 from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.panels import arena
-from tgis.shard.kernels.cpu.jit.compiler import empty
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
 
 _ROWS = 1 << 20  # approximate number of codes read and packed at a time
 _MIN_PARALLEL = 1 << 16  # minimum multiplications for several threads
 _MIN_LOOKED_UP = 1 << 13  # minimum looked-up numbers for several threads
 _MIN_COLUMNS = 16  # minimum columns of a piece; with fewer, scales need more memory than codes
 _INTEGERS = (torch.int8, torch.uint8)
+NO_KERNELS: Mapping[int, Kernel] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class CodeProduct:
     centre: int  # half the range of codes if there are offsets, otherwise 0
     numbers: Tensor  # float32 [2^bits], values of the codes
     places: Tensor | None  # int32 [COLUMNS], offsets of columns in a unit if bytes hold two codes
+    kernel: Kernel
 
     def __call__(self, x: Tensor) -> Tensor:
         y = empty(len(x), self.out_features)
@@ -105,8 +108,7 @@ class CodeProduct:
         check_rows(x, self.in_features)
         num_rows, pitch = y.shape
         if num_rows:
-            kernel = kernels.MULTIPLY[self.kind]
-            run = choose_run(kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
+            run = choose_run(self.kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
             addresses = (x.data_ptr(), y.data_ptr() + 4 * first)
             run(num_rows, self.in_features, torch.get_num_threads(), *addresses, pitch, *self._describe())
 
@@ -154,7 +156,9 @@ class JoinedProduct:
         return y
 
 
-def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Stored], CodeProduct] | None:
+def find_packer(
+    layout: CodeLayout, rounds_activations: bool, tile_kernels: Mapping[int, Kernel] = NO_KERNELS
+) -> Callable[[Stored], CodeProduct] | None:
     """Return `pack` if products support this layout. With `rounds_activations`, they round activations to 8
     bits, except for indices of a table and on processors without the instructions."""
     if layout.rounds_activations or layout.dtype not in _INTEGERS:
@@ -168,14 +172,16 @@ def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Store
     if not (is_small and _find_columns(layout.group)):
         return None
     rounds = rounds_activations and CAN_ROUND and not layout.table
-    return partial(pack, rounds_activations=rounds)
+    return partial(pack, rounds_activations=rounds, tile_kernels=tile_kernels)
 
 
-def find_table_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Stored], CodeProduct] | None:
+def find_table_packer(
+    layout: CodeLayout, rounds_activations: bool, tile_kernels: Mapping[int, Kernel] = NO_KERNELS
+) -> Callable[[Stored], CodeProduct] | None:
     """Return `pack` if rows of the packed matrix can be looked up."""
     if layout.has_zeros or layout.is_reordered:
         return None
-    return find_packer(layout, rounds_activations)
+    return find_packer(layout, rounds_activations, tile_kernels)
 
 
 def _is_packed(layout: CodeLayout) -> bool:
@@ -190,8 +196,11 @@ def _find_columns(group: int | None) -> int:
     return columns if columns >= _MIN_COLUMNS else 0
 
 
-def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
-    """Pack the codes of a weight [out_features, in_features]. Raises WeightsError."""
+def pack(
+    weight: Stored, rounds_activations: bool = False, tile_kernels: Mapping[int, Kernel] = NO_KERNELS
+) -> CodeProduct:
+    """Pack the codes of a weight [out_features, in_features]. `tile_kernels` are those of `tiles.py` if
+    products with codes have bfloat16 arithmetic. Raises WeightsError."""
     out_features, in_features = weight.shape
     layout = weight.layout()
     assert layout is not None
@@ -227,6 +236,7 @@ def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
         1 << (layout.bits - 1) if layout.has_offsets and layout.dtype == torch.uint8 else 0,
         _list_numbers(layout, kind),
         places,
+        _choose_kernel(layout, kind, tile_kernels),
     )
 
 
@@ -301,6 +311,13 @@ def _find_kind(layout: CodeLayout, rounds_activations: bool) -> Kind:
         return Kind(layout.bits, rounds_activations)
     has_any_numbers = LOOKS_UP_BYTES and bool(layout.table) and not _fits_bfloat16(layout.table)
     return Kind(8 if layout.bits == 8 else 4, rounds_activations, has_any_numbers)
+
+
+def _choose_kernel(layout: CodeLayout, kind: Kind, tile_kernels: Mapping[int, Kernel]) -> Kernel:
+    """Return a kernel on tiles if there is one and codes are exact in bfloat16, otherwise one in float32."""
+    is_exact = not kind.rounds_activations and (not layout.table or _fits_bfloat16(layout.table))
+    own = kernels.MULTIPLY[kind]
+    return tile_kernels.get(kind.bits, own) if is_exact else own
 
 
 def _fits_bfloat16(table: tuple[float, ...]) -> bool:

@@ -1,0 +1,1 @@
+"""Products with codes and bfloat16 arithmetic on AMX tiles."""

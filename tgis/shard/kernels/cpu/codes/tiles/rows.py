@@ -1,0 +1,106 @@
+"""Rows of x for products with codes on AMX tiles, rounded to bfloat16: pairs for tiles, and float32 for few
+rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray
+
+from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
+from tgis.shard.kernels.cpu.codes.kernels import copy_row, count_pieces, count_units
+from tgis.shard.kernels.cpu.codes.layout import KINDS, PIECE, UNIT
+from tgis.shard.kernels.cpu.codes.tiles.pairs import UNIT_PAIRS, find_pair_order
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered, pointer
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I16, I32, I64
+
+STEP_UNITS = TILE_ROWS // UNIT_PAIRS  # units of a tile
+SUM_BYTES = 64  # bytes after a piece of a row of x, which begin with its sum
+FLOAT_ROW = 4 * PIECE + 64  # bytes of a piece in float32 and its sum
+_UNIT_FLOATS = ir.VectorType(FLOAT, UNIT)
+_U8 = np.uint8(0)
+
+
+@ordered
+def count_row_bytes(units: int, is_few: int) -> int:
+    """Return the bytes of a piece of a row and its sum. Pairs fill whole tiles."""
+    return (4 * UNIT * units if is_few else -(-units // STEP_UNITS) * ROW_BYTES) + SUM_BYTES
+
+
+@llvm_function()
+def _round_to_pairs(b: Any, x: Any, units: Any, to: Any, sum_at: Any, element: Any) -> None:
+    """Round units of float32 to pairs, and store the sum of the rounded numbers."""
+    order = list(find_pair_order(KINDS[element].bits))
+
+    def store_unit(u: Any, rounded: Any) -> None:
+        halves = b.trunc(b.lshr(rounded, llvm.constant(16, UNIT, I32)), ir.VectorType(I16, UNIT))
+        pairs = llvm.pointer_to(b, halves.type, to, b.mul(u, I64(2 * UNIT)))
+        b.store(llvm.shuffle(b, halves, halves, order), pairs, align=2 * UNIT)
+
+    _round_units(b, x, units, sum_at, store_unit)
+
+
+@llvm_function()
+def _round_to_floats(b: Any, x: Any, units: Any, to: Any, sum_at: Any) -> None:
+    """Round units of float32 to bfloat16 in float32, and store the sum of the rounded numbers."""
+
+    def store_unit(u: Any, rounded: Any) -> None:
+        llvm.store_vector(b, b.bitcast(rounded, _UNIT_FLOATS), b.add(to, b.mul(u, I64(4 * UNIT))))
+
+    _round_units(b, x, units, sum_at, store_unit)
+
+
+def _round_units(b: Any, x: Any, units: Any, sum_at: Any, store_unit: Callable[[Any, Any], None]) -> None:
+    """Emit the rounding of units. The order of additions to their sum is fixed."""
+
+    def round_unit(u: Any, sums: list[Any]) -> list[Any]:
+        given = llvm.load_vector(b, b.add(x, b.mul(u, I64(4 * UNIT))), UNIT)
+        rounded = _flush(b, llvm.round_to_bfloat16(b, given))
+        store_unit(u, rounded)
+        return [b.fadd(sums[0], b.bitcast(rounded, _UNIT_FLOATS))]
+
+    [total] = llvm.loop(b, units, [llvm.constant(0.0, UNIT)], round_unit)
+    for half in (4, 2, 1):
+        low = llvm.shuffle(b, total, total, list(range(half)))
+        total = b.fadd(low, llvm.shuffle(b, total, total, list(range(half, 2 * half))))
+    llvm.store_vector(b, total, sum_at)
+
+
+def _flush(b: Any, bits: Any) -> Any:
+    """Emit zeros instead of the floats below 2**-100. Tiles treat numbers and sums below 2**-126 as zeros,
+    and other instructions do not; sums of multiples of 2**-107 are never so small."""
+    exponents = b.and_(bits, llvm.constant(0x7F800000, UNIT, I32))
+    is_small = b.icmp_unsigned("<", exponents, llvm.constant((127 - 100) << 23, UNIT, I32))
+    return b.select(is_small, llvm.constant(0, UNIT, I32), bits)
+
+
+@ordered
+def _round_piece(w: Any, x: int, piece: int, row: int, to: int, is_few: int, element: Any) -> None:
+    """Round a piece of a row of x to pairs, or with `is_few` to float32, and write the sum of the rounded
+    numbers after them. `row` is the address of scratch memory for the piece in float32."""
+    units = count_units(w, piece)
+    first = piece * w.columns
+    source = x + 4 * first
+    if w.order or w.in_features - first < UNIT * units or w.columns < UNIT * units:
+        copy_row(w, x, piece, row)
+        source = row
+    sum_at = to + w.row_bytes - SUM_BYTES
+    if is_few:
+        _round_to_floats(source, units, to, sum_at)
+    else:
+        _round_to_pairs(source, units, to, sum_at, element)
+        padding = w.row_bytes - SUM_BYTES - 2 * UNIT * units
+        if padding:
+            carray(pointer(to + 2 * UNIT * units, _U8), (padding,))[:] = 0
+
+
+@ordered
+def round_rows(w: Any, x: int, width: int, rows: int, row: int, to: int, is_few: int, element: Any) -> None:
+    """Round rows of x, `width` columns each, to [pieces, rows, w.row_bytes]."""
+    for piece in range(count_pieces(w)):
+        for r in range(rows):
+            _round_piece(
+                w, x + 4 * r * width, piece, row, to + (piece * rows + r) * w.row_bytes, is_few, element
+            )
