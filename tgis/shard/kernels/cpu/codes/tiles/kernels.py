@@ -30,8 +30,8 @@ from tgis.shard.kernels.cpu.codes.tiles.pairs import PAIR_ROW, UNIT_PAIRS, widen
 from tgis.shard.kernels.cpu.codes.tiles.rows import (
     FLOAT_ROW,
     STEP_UNITS,
-    SUM_BYTES,
     count_row_bytes,
+    count_rows_bytes,
     round_rows,
 )
 from tgis.shard.kernels.cpu.gemm.panels import LANES
@@ -106,20 +106,19 @@ def _add_cells(
     cells: Any,
     rows: Any,
     row_sums: Any,
-    stride: Any,
     scales: Any,
     offsets: Any,
     zeros: Any,
 ) -> None:
-    """Compute sums[:rows] += row sums * offsets, then sums += (cells - zeros * row sums) * scales. `row_sums`
-    is the address of the first row's; they are `stride` bytes apart. offsets, zeros: addresses, or 0."""
+    """Compute sums[:rows] += row sums * offsets, then sums += (cells - zeros * row sums) * scales.
+    offsets, zeros: addresses, or 0."""
     places = [I64(4 * LANES * v) for v in range(VECTORS)]
     factors = [llvm.load_vector(b, b.add(scales, place), LANES) for place in places]
 
     def add_rows(added: list[Any], subtracted: list[Any]) -> None:
         def add_row(r: Any, _: list[Any]) -> list[Any]:
             begin = b.mul(r, I64(PAIR_ROW))
-            row_sum = llvm.load_broadcast(b, b.add(row_sums, b.mul(r, stride)), LANES) if added else None
+            row_sum = llvm.load_broadcast(b, b.add(row_sums, b.mul(r, I64(4))), LANES) if added else None
             for v, place in enumerate(places):
                 at = b.add(sums, b.add(begin, place))
                 cell = llvm.load_vector(b, b.add(cells, b.add(begin, place)), LANES)
@@ -191,16 +190,17 @@ def _multiply_panel(
             soon = ahead + w.scale_bytes
             widen_to_pairs(wide, codes, count_units(w, piece + 1), w.table, soon, element)
         offsets, zeros = (scales + PLANE) * w.has_offsets, find_zeros(w, panel, piece)
+        begin = x + piece * count_rows_bytes(w, rows)
         for row in range(0, rows, TILE_ROWS):
             height = min(TILE_ROWS, rows - row)
             if height != configured:
                 write_code_shapes(memory, height, depth)
                 configure(memory)
                 configured = height
-            source, to = x + (piece * rows + row) * w.row_bytes, sums + row * PAIR_ROW
-            row_sums = source + w.row_bytes - SUM_BYTES
+            source, to = begin + row * w.row_bytes, sums + row * PAIR_ROW
+            row_sums = begin + rows * w.row_bytes + 4 * row
             _multiply_piece(memory, cells, source, w.row_bytes, own, steps, depth * PAIR_ROW)
-            _add_cells(to, cells, height, row_sums, w.row_bytes, scales, offsets, zeros)
+            _add_cells(to, cells, height, row_sums, scales, offsets, zeros)
         at += units * w.unit_bytes + w.scale_bytes
     return configured
 
@@ -220,14 +220,13 @@ def _multiply_few(w: Any, x: int, rows: int, panel: int, following: int, scratch
         later = piece + distance
         ahead = at + distance * piece_bytes if later < pieces else further + (later - pieces) * piece_bytes
         prefetch_lines(ahead, w.scale_bytes)
-        source = x + piece * rows * w.row_bytes
+        source = x + piece * count_rows_bytes(w, rows)
         scales = find_scales(w, panel, piece, at, scratch, w.centre)
         offsets, zeros = (scales + PLANE) * w.has_offsets, find_zeros(w, panel, piece)
         codes = at + w.scale_bytes
         soon = ahead + w.scale_bytes
         multiply_few_rows(rows, cells, source, w.row_bytes, codes, w.table, units, STEP_UNITS, soon, element)
-        row_sums = source + w.row_bytes - SUM_BYTES
-        _add_cells(sums, cells, rows, row_sums, w.row_bytes, scales, offsets, zeros)
+        _add_cells(sums, cells, rows, source + rows * w.row_bytes, scales, offsets, zeros)
         at += units * w.unit_bytes + w.scale_bytes
 
 
@@ -246,12 +245,13 @@ def _multiply(args: Any, bits: int, element: Any) -> None:
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
     group_units = -(-num_panels // unit_panels)
     before = 2 * PLANE + 2 * _WIDE_PIECE + _CELLS
-    size = before + max_rows * (PAIR_ROW + row_bytes) + FLOAT_ROW + MEMORY_BYTES
+    rows_bytes = count_pieces(w) * count_rows_bytes(w, max_rows)
+    size = before + max_rows * PAIR_ROW + rows_bytes + FLOAT_ROW + MEMORY_BYTES
     memory_of = np.empty(_PAGE + size, np.uint8)
     scratch: Any = (np.int64(memory_of.ctypes.data) + _PAGE - 1) // _PAGE * _PAGE
     sums: Any = scratch + before
     rows_of_x: Any = sums + max_rows * PAIR_ROW
-    float_row: Any = rows_of_x + max_rows * row_bytes
+    float_row: Any = rows_of_x + rows_bytes
     memory: Any = float_row + FLOAT_ROW
     if not is_few and (w.units % STEP_UNITS or w.in_features % w.columns):
         # Codes after the last unit of a piece are multiplied by zeros, so they must be finite.

@@ -17,7 +17,7 @@ from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered, pointer
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I16, I32, I64
 
 STEP_UNITS = TILE_ROWS // UNIT_PAIRS  # units of a tile
-SUM_BYTES = 64  # bytes after a piece of a row of x, which begin with its sum
+_LINE = 64  # bytes of a cache line
 FLOAT_ROW = 4 * PIECE + 64  # bytes of a piece in float32 and its sum
 _UNIT_FLOATS = ir.VectorType(FLOAT, UNIT)
 _U8 = np.uint8(0)
@@ -25,8 +25,14 @@ _U8 = np.uint8(0)
 
 @ordered
 def count_row_bytes(units: int, is_few: int) -> int:
-    """Return the bytes of a piece of a row and its sum. Pairs fill whole tiles."""
-    return (4 * UNIT * units if is_few else -(-units // STEP_UNITS) * ROW_BYTES) + SUM_BYTES
+    """Return the bytes of a piece of a row: float32, or pairs that fill whole tiles."""
+    return 4 * UNIT * units if is_few else -(-units // STEP_UNITS) * ROW_BYTES
+
+
+@ordered
+def count_rows_bytes(w: Any, rows: int) -> Any:
+    """Return the bytes of a piece of rows, followed by its sums, float32 [rows]."""
+    return rows * w.row_bytes + -(-4 * rows // _LINE) * _LINE
 
 
 @llvm_function()
@@ -77,30 +83,32 @@ def _flush(b: Any, bits: Any) -> Any:
 
 
 @ordered
-def _round_piece(w: Any, x: int, piece: int, row: int, to: int, is_few: int, element: Any) -> None:
-    """Round a piece of a row of x to pairs, or with `is_few` to float32, and write the sum of the rounded
-    numbers after them. `row` is the address of scratch memory for the piece in float32."""
+def _round_piece(
+    w: Any, x: int, piece: int, row: int, to: int, sum_at: int, is_few: int, element: Any
+) -> None:
+    """Round a piece of a row of x to pairs, or with `is_few` to float32, and store the sum of the rounded
+    numbers. `row` is the address of scratch memory for the piece in float32."""
     units = count_units(w, piece)
     first = piece * w.columns
     source = x + 4 * first
     if w.order or w.in_features - first < UNIT * units or w.columns < UNIT * units:
         copy_row(w, x, piece, row)
         source = row
-    sum_at = to + w.row_bytes - SUM_BYTES
     if is_few:
         _round_to_floats(source, units, to, sum_at)
     else:
         _round_to_pairs(source, units, to, sum_at, element)
-        padding = w.row_bytes - SUM_BYTES - 2 * UNIT * units
+        padding = w.row_bytes - 2 * UNIT * units
         if padding:
             carray(pointer(to + 2 * UNIT * units, _U8), (padding,))[:] = 0
 
 
 @ordered
 def round_rows(w: Any, x: int, width: int, rows: int, row: int, to: int, is_few: int, element: Any) -> None:
-    """Round rows of x, `width` columns each, to [pieces, rows, w.row_bytes]."""
+    """Round rows of x, `width` columns each. A piece of all rows has `count_rows_bytes` bytes."""
     for piece in range(count_pieces(w)):
+        begin = to + piece * count_rows_bytes(w, rows)
+        sums = begin + rows * w.row_bytes
         for r in range(rows):
-            _round_piece(
-                w, x + 4 * r * width, piece, row, to + (piece * rows + r) * w.row_bytes, is_few, element
-            )
+            source, place = x + 4 * r * width, begin + r * w.row_bytes
+            _round_piece(w, source, piece, row, place, sums + 4 * r, is_few, element)
