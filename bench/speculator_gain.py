@@ -73,6 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.speculator_gain")
     parser.add_argument("speculators", type=Path, nargs="+", help="directories of bench.train_speculator")
     parser.add_argument("--rounds", type=int, default=3, help="(default %(default)s)")
+    parser.add_argument("--model", type=Path, default=FILE, help="weights of it (default %(default)s)")
     parser.add_argument("--log", type=Path, default=Path(".cache/bench"), help="(default %(default)s)")
     parser.add_argument("--option", action="append", default=[], help="further option of the services")
     options = parser.parse_args()
@@ -83,7 +84,7 @@ def main() -> None:
         for number, path in enumerate([None, *options.speculators]):
             flags = [*options.option, *(["--speculator", str(path.absolute())] if path else [])]
             log = options.log / f"speculator-{number}.log"
-            target, command = stack.enter_context(launch(FILE, log, flags))
+            target, command = stack.enter_context(launch(options.model, log, flags))
             services.append(Service(target, command[command.index("--port") + 1]))
         figures: dict[str, Any] = {}
         for clients in (1, 32):

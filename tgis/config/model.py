@@ -153,9 +153,9 @@ class ModelOptions:
         group=Group.MEMORY,
     )
     cpu_amx: str = option(
-        "Use of AMX on CPUs, for --cpu-arithmetic bfloat16, which includes products of quantized weights, and "
-        "for products of int8 codes; auto: use it if "
-        "the processor has it and its results pass a check when a shard starts.",
+        "Use of AMX on CPUs, for --cpu-arithmetic bfloat16, which includes products of quantized weights, "
+        "and for products of int8 codes; auto: use it if the processor has it and its results pass a check "
+        "when a shard starts.",
         "auto",
         choices=("auto", "off"),
         group=Group.MEMORY,

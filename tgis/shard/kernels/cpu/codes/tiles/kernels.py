@@ -256,8 +256,7 @@ def _multiply(args: Any, bits: int, element: Any) -> None:
     if not is_few and (w.units % STEP_UNITS or w.in_features % w.columns):
         # Codes after the last unit of a piece are multiplied by zeros, so they must be finite.
         carray(pointer(scratch, _U8), (before,))[:] = 0
-    copied_group = -1
-    configured = 0
+    copied_group, configured = -1, 0
     unit = next_unit(args)
     while unit < groups * group_units:
         next_one = unit + threads  # if all threads are equally fast
