@@ -36,42 +36,62 @@ def count_rows_bytes(w: Any, rows: int) -> Any:
 
 
 @llvm_function()
-def _round_to_pairs(b: Any, x: Any, units: Any, to: Any, sum_at: Any, element: Any) -> None:
-    """Round units of float32 to pairs, and store the sum of the rounded numbers."""
+def _round_to_pairs(
+    b: Any, x: Any, pieces: Any, units: Any, to: Any, sum_at: Any, stride: Any, element: Any
+) -> None:
+    """Round adjacent pieces of float32 to pairs, and store the sums of the rounded numbers. Rounded pieces
+    are `stride` bytes apart, and so are sums."""
     order = list(find_pair_order(KINDS[element].bits))
 
-    def store_unit(u: Any, rounded: Any) -> None:
+    def store_unit(place: Any, u: Any, rounded: Any) -> None:
         halves = b.trunc(b.lshr(rounded, llvm.constant(16, UNIT, I32)), ir.VectorType(I16, UNIT))
-        pairs = llvm.pointer_to(b, halves.type, to, b.mul(u, I64(2 * UNIT)))
+        pairs = llvm.pointer_to(b, halves.type, place, b.mul(u, I64(2 * UNIT)))
         b.store(llvm.shuffle(b, halves, halves, order), pairs, align=2 * UNIT)
 
-    _round_units(b, x, units, sum_at, store_unit)
+    _round_pieces(b, x, pieces, units, to, sum_at, stride, store_unit)
 
 
 @llvm_function()
-def _round_to_floats(b: Any, x: Any, units: Any, to: Any, sum_at: Any) -> None:
-    """Round units of float32 to bfloat16 in float32, and store the sum of the rounded numbers."""
+def _round_to_floats(b: Any, x: Any, pieces: Any, units: Any, to: Any, sum_at: Any, stride: Any) -> None:
+    """Round adjacent pieces to bfloat16 in float32. See `_round_to_pairs`."""
 
-    def store_unit(u: Any, rounded: Any) -> None:
-        llvm.store_vector(b, b.bitcast(rounded, _UNIT_FLOATS), b.add(to, b.mul(u, I64(4 * UNIT))))
+    def store_unit(place: Any, u: Any, rounded: Any) -> None:
+        llvm.store_vector(b, b.bitcast(rounded, _UNIT_FLOATS), b.add(place, b.mul(u, I64(4 * UNIT))))
 
-    _round_units(b, x, units, sum_at, store_unit)
+    _round_pieces(b, x, pieces, units, to, sum_at, stride, store_unit)
 
 
-def _round_units(b: Any, x: Any, units: Any, sum_at: Any, store_unit: Callable[[Any, Any], None]) -> None:
-    """Emit the rounding of units. The order of additions to their sum is fixed."""
+def _round_pieces(
+    b: Any,
+    x: Any,
+    pieces: Any,
+    units: Any,
+    to: Any,
+    sum_at: Any,
+    stride: Any,
+    store_unit: Callable[[Any, Any, Any], None],
+) -> None:
+    """Emit the rounding of pieces. The order of additions to their sums is fixed."""
 
-    def round_unit(u: Any, sums: list[Any]) -> list[Any]:
-        given = llvm.load_vector(b, b.add(x, b.mul(u, I64(4 * UNIT))), UNIT)
-        rounded = _flush(b, llvm.round_to_bfloat16(b, given))
-        store_unit(u, rounded)
-        return [b.fadd(sums[0], b.bitcast(rounded, _UNIT_FLOATS))]
+    def round_piece(piece: Any, _: list[Any]) -> list[Any]:
+        begin = b.add(x, b.mul(piece, b.mul(units, I64(4 * UNIT))))
+        after = b.mul(piece, stride)
+        place = b.add(to, after)
 
-    [total] = llvm.loop(b, units, [llvm.constant(0.0, UNIT)], round_unit)
-    for half in (4, 2, 1):
-        low = llvm.shuffle(b, total, total, list(range(half)))
-        total = b.fadd(low, llvm.shuffle(b, total, total, list(range(half, 2 * half))))
-    llvm.store_vector(b, total, sum_at)
+        def round_unit(u: Any, sums: list[Any]) -> list[Any]:
+            given = llvm.load_vector(b, b.add(begin, b.mul(u, I64(4 * UNIT))), UNIT)
+            rounded = _flush(b, llvm.round_to_bfloat16(b, given))
+            store_unit(place, u, rounded)
+            return [b.fadd(sums[0], b.bitcast(rounded, _UNIT_FLOATS))]
+
+        [total] = llvm.loop(b, units, [llvm.constant(0.0, UNIT)], round_unit)
+        for half in (4, 2, 1):
+            low = llvm.shuffle(b, total, total, list(range(half)))
+            total = b.fadd(low, llvm.shuffle(b, total, total, list(range(half, 2 * half))))
+        llvm.store_vector(b, total, b.add(sum_at, after))
+        return []
+
+    llvm.loop(b, pieces, [], round_piece)
 
 
 def _flush(b: Any, bits: Any) -> Any:
@@ -89,15 +109,11 @@ def _round_piece(
     """Round a piece of a row of x to pairs, or with `is_few` to float32, and store the sum of the rounded
     numbers. `row` is the address of scratch memory for the piece in float32."""
     units = count_units(w, piece)
-    first = piece * w.columns
-    source = x + 4 * first
-    if w.order or w.in_features - first < UNIT * units or w.columns < UNIT * units:
-        copy_row(w, x, piece, row)
-        source = row
+    copy_row(w, x, piece, row)
     if is_few:
-        _round_to_floats(source, units, to, sum_at)
+        _round_to_floats(row, 1, units, to, sum_at, 0)
     else:
-        _round_to_pairs(source, units, to, sum_at, element)
+        _round_to_pairs(row, 1, units, to, sum_at, 0, element)
         padding = w.row_bytes - 2 * UNIT * units
         if padding:
             carray(pointer(to + 2 * UNIT * units, _U8), (padding,))[:] = 0
@@ -106,9 +122,17 @@ def _round_piece(
 @ordered
 def round_rows(w: Any, x: int, width: int, rows: int, row: int, to: int, is_few: int, element: Any) -> None:
     """Round rows of x, `width` columns each. A piece of all rows has `count_rows_bytes` bytes."""
-    for piece in range(count_pieces(w)):
-        begin = to + piece * count_rows_bytes(w, rows)
-        sums = begin + rows * w.row_bytes
-        for r in range(rows):
-            source, place = x + 4 * r * width, begin + r * w.row_bytes
-            _round_piece(w, source, piece, row, place, sums + 4 * r, is_few, element)
+    pieces, stride = count_pieces(w), count_rows_bytes(w, rows)
+    sums = to + rows * w.row_bytes
+    is_whole = not w.order and w.in_features == pieces * w.units * UNIT
+    has_padding = not is_few and w.row_bytes > 2 * UNIT * w.units
+    for r in range(rows):
+        source, begin, sum_at = x + 4 * r * width, to + r * w.row_bytes, sums + 4 * r
+        if not is_whole or has_padding:
+            for piece in range(pieces):
+                after = piece * stride
+                _round_piece(w, source, piece, row, begin + after, sum_at + after, is_few, element)
+        elif is_few:
+            _round_to_floats(source, pieces, w.units, begin, sum_at, stride)
+        else:
+            _round_to_pairs(source, pieces, w.units, begin, sum_at, stride, element)
