@@ -173,6 +173,18 @@ def find_zeros(w: Any, panel: int, piece: int) -> Any:
 
 
 @inlined
+def find_ahead(w: Any, at: int, piece: int, pieces: int, following: int) -> Any:
+    """Return the address to prefetch while the piece at an address is multiplied. The thread's next panel is
+    `following`."""
+    piece_bytes = w.units * w.unit_bytes + w.scale_bytes
+    distance = PIECE // w.columns  # in pieces; small pieces take less time than a memory access
+    later = piece + distance
+    if later < pieces:
+        return at + distance * piece_bytes
+    return w.panels + following * panel_bytes(w) + (later - pieces) * piece_bytes
+
+
+@inlined
 def _multiply_panel(
     w: Any, x: int, rows: int, panel: int, following: int, sums: int, wide: int, element: Any
 ) -> None:
@@ -182,13 +194,10 @@ def _multiply_panel(
     carray(pointer(sums, _F32), (rows * COLUMNS,))[:] = np.float32(0)
     at = w.panels + panel * panel_bytes(w)
     pieces = count_pieces(w)
-    piece_bytes, further = w.units * w.unit_bytes + w.scale_bytes, w.panels + following * panel_bytes(w)
-    distance = PIECE // w.columns  # in pieces; small pieces take less time than a memory access
     for piece in range(pieces):
         units = count_units(w, piece)
         source = x + piece * rows * w.row_bytes
-        later = piece + distance
-        ahead = at + distance * piece_bytes if later < pieces else further + (later - pieces) * piece_bytes
+        ahead = find_ahead(w, at, piece, pieces, following)
         scales = find_scales(w, panel, piece, at, wide - 2 * PLANE, w.centre)
         codes = at + w.scale_bytes
         offsets = (scales + PLANE) * w.has_offsets

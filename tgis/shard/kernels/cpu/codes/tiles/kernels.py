@@ -19,6 +19,7 @@ from tgis.shard.kernels.cpu.codes.kernels import (
     copy_sums,
     count_pieces,
     count_units,
+    find_ahead,
     find_zeros,
     panel_bytes,
     read_matrix,
@@ -173,14 +174,12 @@ def _multiply_panel(
     carray(pointer(sums, _F32), (rows * COLUMNS,))[:] = np.float32(0)
     at = w.panels + panel * panel_bytes(w)
     pieces = count_pieces(w)
-    piece_bytes, further = w.units * w.unit_bytes + w.scale_bytes, w.panels + following * panel_bytes(w)
-    distance = PIECE // w.columns  # in pieces; small pieces take less time than a memory access
+    piece_bytes = w.units * w.unit_bytes + w.scale_bytes
     steps, depth = -(-w.units // STEP_UNITS), UNIT_PAIRS * min(w.units, STEP_UNITS)
     widen_to_pairs(wide, at + w.scale_bytes, count_units(w, 0), w.table, at + piece_bytes, element)
     for piece in range(pieces):
         units = count_units(w, piece)
-        later = piece + distance
-        ahead = at + distance * piece_bytes if later < pieces else further + (later - pieces) * piece_bytes
+        ahead = find_ahead(w, at, piece, pieces, following)
         prefetch_lines(ahead, w.scale_bytes)
         scales = find_scales(w, panel, piece, at, scratch, w.centre)
         # The next piece is widened first, because tiles cannot be loaded from memory that is just written.
@@ -213,12 +212,9 @@ def _multiply_few(w: Any, x: int, rows: int, panel: int, following: int, scratch
     carray(pointer(sums, _F32), (rows * COLUMNS,))[:] = np.float32(0)
     at = w.panels + panel * panel_bytes(w)
     pieces = count_pieces(w)
-    piece_bytes, further = w.units * w.unit_bytes + w.scale_bytes, w.panels + following * panel_bytes(w)
-    distance = PIECE // w.columns
     for piece in range(pieces):
         units = count_units(w, piece)
-        later = piece + distance
-        ahead = at + distance * piece_bytes if later < pieces else further + (later - pieces) * piece_bytes
+        ahead = find_ahead(w, at, piece, pieces, following)
         prefetch_lines(ahead, w.scale_bytes)
         source = x + piece * count_rows_bytes(w, rows)
         scales = find_scales(w, panel, piece, at, scratch, w.centre)
