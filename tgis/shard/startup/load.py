@@ -140,7 +140,7 @@ class LoadPlan:
         configure_torch(config.cpu_threads or max(1, count_cores() // _num_local(config)))
         info = self.describe_shard()
         guides = self.start_guides()
-        group = group or _connect(config, on.device)
+        group = group or _connect(config, on)
         self.check_fit(group)
         probe = self._open_probe(group)
         before = on.memory.memory_used()
@@ -487,13 +487,17 @@ def _choose_dtype(option: str | None, settings: dict[str, Any], choice: Choice, 
     return option or stored
 
 
-def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
+def _connect(config: ShardConfig, on: Platform) -> ProcessGroup:
     if config.world_size == 1:
-        return ProcessGroup(0, 1, device=device)
+        return ProcessGroup(0, 1, device=on.device)
     if config.rendezvous is None:
         raise ProcessGroupError("several ranks need a rendezvous address")
     point = RendezvousPoint(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
-    group = collectives.connect(config.rank, config.world_size, point, RENDEZVOUS_TIMEOUT_S, device)
+    ranks = (config.rank, config.world_size)
+    group = collectives.connect(*ranks, point, RENDEZVOUS_TIMEOUT_S, on.device, on.open_local)
+    if on.open_local is not None and config.rank == 0:
+        where = "through gloo, because they share no memory" if group.local is None else "in shared memory"
+        logger.info("the ranks exchange activations %s", where)
     return replace(group, num_on_host=_num_local(config))
 
 

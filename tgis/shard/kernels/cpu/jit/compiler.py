@@ -285,6 +285,18 @@ def load_acquire(typingctx: Any, counter: Any) -> Any:
 
 
 @intrinsic
+def store_release(typingctx: Any, counter: Any, value: Any) -> Any:
+    """Write a counter. A thread that reads the value with `load_acquire` sees all earlier writes of this
+    thread, and this thread's earlier reads are complete."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store_atomic(args[1], args[0], "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(counter, types.int64), generate
+
+
+@intrinsic
 def keep_alive(typingctx: Any, array: Any) -> Any:
     """Keep an array alive that is used by address, because numba frees it after the last line that names
     it."""
