@@ -314,8 +314,8 @@ class _Loaded:
 
     @property
     def can_capture(self) -> bool:
-        """True if steps use only the platform's kernels and no collectives."""
-        return self.plan.choice.is_native and self.group.size == 1
+        """True if steps use only the platform's kernels, of which the collectives of ranks may be part."""
+        return self.plan.choice.is_native and (self.group.size == 1 or self.group.local is not None)
 
     @property
     def graph_sizes(self) -> Sequence[GraphSize]:

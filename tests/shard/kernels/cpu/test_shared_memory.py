@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -21,8 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.shard.driver import configure
-from tests.support.shard.ranks import Ranks
+from tests.support.shard.ranks import TIMEOUT_S, Ranks
 from tgis.shard.collectives import ProcessGroup, ProcessGroupError, RendezvousPoint, connect
+from tgis.shard.kernels.cpu.jit.compiler import capture
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 from tgis.shard.kernels.cpu.shared_memory import region
 from tgis.shard.kernels.cpu.shared_memory.collectives import SLOT_BYTES, open_collectives
 from tgis.shard.startup.load import load
@@ -32,7 +35,7 @@ LENGTHS = (0, 1, 3, 576, 4095, FLOATS - 1, FLOATS, FLOATS + 1, 3 * FLOATS + 7)
 SPECIAL = (0.0, -0.0, float("inf"), 1e-42, 3e38)
 GATHERED = ((1,), (3, 5), (2, 3, 7), (70, 8191), (0, 4))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
-NUM_ROUNDS = 3000
+NUM_ROUNDS = 2000
 
 
 def sum_twice(group: ProcessGroup) -> list[bool]:
@@ -100,40 +103,45 @@ def sum_with_delays(group: ProcessGroup) -> int:
     return num_wrong
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_delays_change_no_sum(size: int, ranks: Ranks) -> None:
     assert ranks.run(size, sum_with_delays) == [0] * size
 
 
-def lose_rank_1(group: ProcessGroup, number: int) -> None:
-    """End or stop rank 1 between two collectives. The next one fails, changes nothing, and so do later
-    ones."""
+def lose_rank_1(group: ProcessGroup, number: int, is_captured: bool) -> None:
+    """End or stop rank 1 between two sums. The next one fails, changes nothing, and later ones fail too."""
+    x = torch.zeros(100)
+    with capture(MemoryPool().empty) as launches:
+        group.all_reduce(x)
+    run = KernelGraph(launches).replay if is_captured else lambda: group.all_reduce(x)
+    x.fill_(1.0)
     for _ in range(5):
-        group.all_reduce(torch.ones(100))
+        run()
+    assert x.eq(32.0).all()
     if group.rank == 1:
         os.kill(os.getpid(), number)
-    x = torch.ones(3)
+    began = time.monotonic()
     try:
-        group.all_reduce(x)
+        run()
     finally:
-        assert x.tolist() == [1.0] * 3
+        assert time.monotonic() - began < TIMEOUT_S / 2
+        assert x.eq(32.0).all()
         with pytest.raises(ProcessGroupError):
             group.all_gather(x)
 
 
 @pytest.mark.parametrize(
-    ("number", "timeout_s", "reason"),
+    ("number", "timeout_s", "is_captured", "reason"),
     [
-        (signal.SIGKILL, 30.0, "a rank has ended"),
-        (signal.SIGSTOP, 1.0, "rank 1 did not come within 1 s"),
+        (signal.SIGKILL, TIMEOUT_S, False, "a rank has ended"),
+        (signal.SIGKILL, TIMEOUT_S, True, "a rank has ended"),
+        (signal.SIGSTOP, 1.0, False, "rank 1 did not come within 1 s"),
     ],
 )
-def test_a_lost_rank_is_noticed(number: int, timeout_s: float, reason: str) -> None:
+def test_a_lost_rank_is_noticed(number: int, timeout_s: float, is_captured: bool, reason: str) -> None:
     text = f"^a rank was lost or does not respond: {reason}$"
-    began = time.monotonic()
     with Ranks(timeout_s) as ranks, pytest.raises(ProcessGroupError, match=text):
-        ranks.run(2, lose_rank_1, number)
-    assert time.monotonic() - began < 25
+        ranks.run(2, lose_rank_1, number, is_captured)
 
 
 def in_threads(size: int, function: Callable[[int], Any]) -> list[Any]:
@@ -187,13 +195,13 @@ class OtherMachine:
 @pytest.mark.parametrize("token", [None, "00" * 16], ids=["no such file", "another file"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_of_several_machines_share_nothing(size: int, token: str | None) -> None:
-    before, store = count_files(), dist.HashStore()
+    before, store = open_files(), dist.HashStore()
 
     def run(rank: int) -> Any:
         return open_collectives(OtherMachine(store, token) if rank == 1 else store, rank, size, 5.0)
 
     assert in_threads(size, run) == [None] * size
-    assert count_files() == before
+    assert open_files() <= before
 
 
 def log_of_start(group: ProcessGroup, directory: Path, place: Path) -> str:
@@ -234,12 +242,17 @@ def test_memory_is_ordered_on_arm() -> None:
     assert {"ldar", "ldapr"} & set(instructions)
 
 
-def count_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def open_files() -> set[str]:
+    """Return names of this process's open pipes and files in memory."""
+    links = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # other tests' groups may close theirs meanwhile
+            links.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return {link for link in links if link.startswith(("pipe:", "/memfd:"))}
 
 
 def test_nothing_is_left_over(tmp_path: Path) -> None:
-    before, store = count_files(), dist.HashStore()
+    before, store = open_files(), dist.HashStore()
 
     def run(rank: int) -> None:
         collectives = open_collectives(store, rank, 3, 5.0)
@@ -251,4 +264,4 @@ def test_nothing_is_left_over(tmp_path: Path) -> None:
             collectives.all_reduce(x)
 
     assert in_threads(3, run) == [None] * 3
-    assert count_files() == before
+    assert open_files() <= before

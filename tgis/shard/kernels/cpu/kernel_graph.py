@@ -60,9 +60,10 @@ class MemoryPool:
         return torch.from_numpy(view).view(shape)
 
     def read_view(self, x: Tensor) -> Tensor:
-        """Return a view of x for reading after a replay. It does not keep the buffer allocated."""
+        """Return a view of x for reading after a replay. It does not keep the buffer allocated. x begins at
+        the beginning of its buffer, and may have some of its columns only."""
         slab = self._slabs[x.data_ptr()]
-        return torch.from_numpy(slab[: 4 * x.numel()].view(np.float32)).view(x.shape)
+        return torch.from_numpy(slab.view(np.float32)).as_strided(x.shape, x.stride())
 
     def _allocate(self, size: int) -> Any:
         self.num_bytes += size
@@ -85,12 +86,15 @@ class KernelGraph:
         rows = [(launch.kernel.address, args) for launch, args in zip(launches, addresses, strict=True)]
         self._table = np.array(rows, np.int64)  # [num_kernels, 2]
         self._arrived = _aligned([0])
+        self._checks = {launch.check for launch in launches if launch.check is not None}
 
     def replay(self) -> None:
-        """Run the kernels on all of torch's threads."""
+        """Run the kernels on all of torch's threads, and then their checks, each once."""
         self._arrived[0] = 0
         addresses = (self._table.ctypes.data, self._arrived.ctypes.data, *_FUNCTIONS)
         replay.parallel(len(self.launches), *addresses)
+        for check in self._checks:
+            check()
 
 
 def _aligned(values: list[int]) -> Any:

@@ -43,6 +43,7 @@ _ADDRESS = types.CPointer(types.int64)
 class Launch(NamedTuple):
     kernel: "Kernel"
     args: tuple[int, ...]
+    check: Callable[[], None] | None = None  # called after the kernel has run
 
 
 class _Capture(threading.local):
@@ -95,12 +96,15 @@ class Kernel:
         address: int = self._compiled.address
         return address
 
-    def __call__(self, *args: int) -> None:
+    def __call__(self, *args: int, check: Callable[[], None] | None = None) -> None:
+        """Run the kernel, and then `check`, which may raise. In a capture, both are recorded."""
         if _capture.launches is not None:
-            _capture.launches.append(Launch(self, args))
+            _capture.launches.append(Launch(self, args, check))
             return
         memory = array("q", (0, *args))
         self._entry(memory.buffer_info()[0])
+        if check is not None:
+            check()
 
     def parallel(self, *args: int) -> None:
         num_threads = torch.get_num_threads()

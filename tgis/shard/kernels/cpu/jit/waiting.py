@@ -45,6 +45,20 @@ def call_with_four(b: Any, function: Any, first: Any, second: Any, third: Any, f
     return _call(b, function, first, second, third, fourth)
 
 
+@llvm_function(types.int64)
+def call_with_five(
+    b: Any, function: Any, first: Any, second: Any, third: Any, fourth: Any, fifth: Any
+) -> Any:
+    """Do the same with five arguments."""
+    return _call(b, function, first, second, third, fourth, fifth)
+
+
+@llvm_function()
+def full_fence(b: Any) -> None:
+    """Make all earlier writes of this thread visible before its later reads."""
+    b.fence("seq_cst")
+
+
 def _call(b: Any, function: Any, *args: Any) -> Any:
     # Each argument has a register of 64 bits, of which an int is the lower half.
     kind = ir.FunctionType(I32, [I64] * len(args))

@@ -1,5 +1,6 @@
 """Collectives in memory that all ranks of a machine share, between compiled kernels without the GIL."""
 
+import platform
 import struct
 from typing import Any
 
@@ -15,12 +16,13 @@ from tgis.shard.kernels.cpu.shared_memory.kernels import DONE, HEADER_BYTES, LAT
 from tgis.shard.kernels.cpu.shared_memory.region import SharedRegion, open_region
 
 SLOT_BYTES = 1 << 20
+FUTEX = {"x86_64": 202, "aarch64": 98}  # numbers of the system call, by architecture
 
 
 def open_collectives(store: Any, rank: int, size: int, timeout_s: float) -> "SharedMemoryCollectives | None":
     """Return collectives of all ranks, or None on all ranks if they share no memory. Raises RuntimeError if a
     rank does not answer."""
-    region = open_region(store, rank, size, HEADER_BYTES + 2 * SLOT_BYTES)
+    region = open_region(store, rank, size, HEADER_BYTES + 2 * SLOT_BYTES, platform.machine() in FUTEX)
     return None if region is None else SharedMemoryCollectives(region, rank, size, timeout_s)
 
 
@@ -35,7 +37,7 @@ class SharedMemoryCollectives:
             [self._state[kernels.STATE_FDS + index]] = struct.unpack("q", struct.pack("ihh", pipe, 0, 0))
         self._link = (
             *(region.address, SLOT_BYTES, rank, size, self._state.ctypes.data, int(timeout_s * 1e9)),
-            *map(library_address, ("sched_yield", "ppoll", "clock_gettime")),
+            *(FUTEX[platform.machine()], *map(library_address, ("syscall", "ppoll", "clock_gettime"))),
         )
 
     def can_reduce(self, x: Tensor) -> bool:
@@ -45,8 +47,7 @@ class SharedMemoryCollectives:
         return 0 < x.shape[-1] * x.itemsize <= SLOT_BYTES
 
     def all_reduce(self, x: Tensor) -> None:
-        kernels.all_reduce(*self._link, x.data_ptr(), x.numel())
-        self._check()
+        kernels.all_reduce(*self._link, x.data_ptr(), x.numel(), check=self._check)
 
     def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -55,8 +56,8 @@ class SharedMemoryCollectives:
         out = empty(*shape) if x.dtype == torch.float32 else torch.empty(shape, dtype=x.dtype)
         row_bytes = x.shape[-1] * x.itemsize
         num_rows = x.numel() // x.shape[-1]
-        kernels.all_gather(*self._link, x.data_ptr(), out.data_ptr(), num_rows, row_bytes)
-        self._check()
+        addresses = (x.data_ptr(), out.data_ptr())
+        kernels.all_gather(*self._link, *addresses, num_rows, row_bytes, check=self._check)
         return out
 
     def leave(self) -> None:

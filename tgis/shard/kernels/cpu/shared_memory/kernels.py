@@ -14,6 +14,7 @@ from numba import carray
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
+    atomic_add,
     llvm_function,
     load_acquire,
     next_unit,
@@ -23,12 +24,19 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     store_release,
 )
 from tgis.shard.kernels.cpu.jit.llvm import I1
-from tgis.shard.kernels.cpu.jit.waiting import call_function, call_with_four, call_with_two, pause
+from tgis.shard.kernels.cpu.jit.waiting import (
+    call_with_five,
+    call_with_four,
+    call_with_two,
+    full_fence,
+    pause,
+)
 
 HEADER_BYTES = 4096  # a page, so that the areas of ranks are on their own NUMA nodes
 # Words of a header.
 _ROUND = 0
 _PART_BYTES = 1  # of the parts in the two slots
+_NUM_SLEEPING = 3  # ranks that wait for this one
 # Words of a rank's own state.
 STATE_ROUND, STATE_OUTCOME, STATE_RANK = 0, 1, 2
 _NAP, _CLOCK, _BEGIN = 3, 5, 7
@@ -36,10 +44,11 @@ STATE_FDS = 8  # the first of `struct pollfd`, which has the size of a word
 # Outcomes. After any but DONE, further collectives do nothing.
 DONE, LOST, LATE, MISMATCH = range(4)
 
-# A waiting rank polls for a microsecond or two, then yields its processor, because the awaited rank may need
-# it, and then sleeps. On a busy machine, 2000 polls made a sum four times as slow.
-_NUM_POLLS, _NUM_YIELDS = 100, 500
-_NUM_SHORT_NAPS, _SHORT_NAP_NS, _NAP_NS = 20, 50_000, 1_000_000
+# A waiting rank polls for some 15 microseconds, as long as it takes to sleep and wake up, and then sleeps,
+# because the awaited rank may need its processor.
+_NUM_POLLS = 1000
+_NAP_NS = 1_000_000  # after which a waiting rank looks whether others have ended
+_FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 1 << 30
 _MONOTONIC = 1  # clock
 _I64, _F32 = np.int64(0), np.float32(0)
 
@@ -53,12 +62,16 @@ class _RankLink(NamedTuple):
     num_ranks: int
     state: int  # address of the rank's own state
     timeout_ns: int
-    sched_yield: int  # addresses of C functions
+    futex: int  # number of the system call
+    syscall: int  # addresses of C functions
     ppoll: int
     clock_gettime: int
 
 
 NUM_LINK_ARGS = len(_RankLink._fields)
+
+
+_enter, _leave = atomic_add(1, "seq_cst"), atomic_add(-1, "seq_cst")
 
 
 @llvm_function()
@@ -92,6 +105,9 @@ def _share(link: _RankLink, source: int, num_bytes: int) -> int:
     header = pointer(_header(link, link.rank), _I64)
     carray(header, _PART_BYTES + 2)[_PART_BYTES + (number & 1)] = num_bytes
     store_release(header, number)
+    full_fence()
+    if carray(header, _NUM_SLEEPING + 1)[_NUM_SLEEPING] > 0:
+        call_with_five(link.syscall, link.futex, _header(link, link.rank), _FUTEX_WAKE, _ALL, 0)
     state[STATE_OUTCOME] = _await_others(link, number, num_bytes)
     return number if state[STATE_OUTCOME] == DONE else 0
 
@@ -101,6 +117,7 @@ def _await_others(link: _RankLink, number: int, num_bytes: int) -> int:
     """Wait until all ranks have given their parts of a round. Return the outcome."""
     polls, outcome = 0, DONE
     state = carray(pointer(link.state, _I64), STATE_FDS)
+    state[_BEGIN] = 0
     for rank in range(link.num_ranks):
         header = pointer(_header(link, rank), _I64)
         state[STATE_RANK] = rank
@@ -110,29 +127,42 @@ def _await_others(link: _RankLink, number: int, num_bytes: int) -> int:
             polls += 1
             if polls < _NUM_POLLS:
                 pause()
-            elif polls < _NUM_POLLS + _NUM_YIELDS:
-                call_function(link.sched_yield)
-            else:
+            elif _sleep(link, rank, number) < 0:
                 # A rank may be lost after it has given its part, so the numbers are read once more.
-                outcome = _nap(link, polls - _NUM_POLLS - _NUM_YIELDS)
+                outcome = _look_for_loss(link)
         if carray(header, _PART_BYTES + 2)[_PART_BYTES + (number & 1)] != num_bytes:
             return MISMATCH
     return DONE
 
 
 @ordered
-def _nap(link: _RankLink, num_naps: int) -> int:
-    """Sleep for a moment, or until a rank ends. Return DONE unless a rank has ended or it is too late."""
+def _sleep(link: _RankLink, rank: int, number: int) -> int:
+    """Sleep until a rank has given its part of a round. Return a negative number if it has before, or has not
+    in time."""
     state = carray(pointer(link.state, _I64), STATE_FDS)
-    state[_NAP] = 0
-    state[_NAP + 1] = _SHORT_NAP_NS if num_naps < _NUM_SHORT_NAPS else _NAP_NS
+    state[_NAP], state[_NAP + 1] = 0, _NAP_NS
+    header, nap = _header(link, rank), link.state + 8 * _NAP
+    num_sleeping = pointer(header + 8 * _NUM_SLEEPING, _I64)
+    _enter(num_sleeping)
+    full_fence()
+    # Linux compares the lower half of the number, and sleeps only if it is still that of the round before.
+    result = call_with_five(link.syscall, link.futex, header, _FUTEX_WAIT, (number - 1) & 0xFFFFFFFF, nap)
+    _leave(num_sleeping)
+    return result
+
+
+@ordered
+def _look_for_loss(link: _RankLink) -> int:
+    """Return DONE unless a rank has ended or it is too late."""
+    state = carray(pointer(link.state, _I64), STATE_FDS)
     fds, nap, clock = link.state + 8 * STATE_FDS, link.state + 8 * _NAP, link.state + 8 * _CLOCK
     call_with_two(link.clock_gettime, _MONOTONIC, clock)
     now = state[_CLOCK] * 1_000_000_000 + state[_CLOCK + 1]
-    if num_naps == 0:
+    if state[_BEGIN] == 0:
         state[_BEGIN] = now
     if now - state[_BEGIN] > link.timeout_ns:
         return LATE
+    state[_NAP], state[_NAP + 1] = 0, 0
     return LOST if call_with_four(link.ppoll, fds, link.num_ranks - 1, nap, 0) > 0 else DONE
 
 

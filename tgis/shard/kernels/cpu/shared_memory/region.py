@@ -37,11 +37,13 @@ class SharedRegion:
         self._held.close()
 
 
-def open_region(store: Any, rank: int, size: int, area_bytes: int) -> SharedRegion | None:
-    """Return memory with an area for each rank, or None on all ranks if one of them cannot map it, for
+def open_region(
+    store: Any, rank: int, size: int, area_bytes: int, can_use: bool = True
+) -> SharedRegion | None:
+    """Return memory with an area for each rank, or None on all ranks if one of them cannot use or map it, for
     example because it runs on another machine. Raises RuntimeError if a rank does not answer."""
     with ExitStack() as held, ExitStack() as offered:
-        store.set(OFFER.format(rank), _offer(rank, size * area_bytes, held, offered))
+        store.set(OFFER.format(rank), _offer(rank, size * area_bytes, held, offered) if can_use else "")
         offers = [store.get(OFFER.format(other)) for other in range(size)]
         memory, pipes = _open(offers, rank, area_bytes, held)
         store.set(ANSWER.format(rank), b"" if memory is None else _MAPPED)
