@@ -146,7 +146,9 @@ def _sleep(link: _RankLink, rank: int, number: int) -> int:
     _enter(num_sleeping)
     full_fence()
     # Linux compares the lower half of the number, and sleeps only if it is still that of the round before.
-    result = call_with_five(link.syscall, link.futex, header, _FUTEX_WAIT, (number - 1) & 0xFFFFFFFF, nap)
+    result: int = call_with_five(
+        link.syscall, link.futex, header, _FUTEX_WAIT, (number - 1) & 0xFFFFFFFF, nap
+    )
     _leave(num_sleeping)
     return result
 
