@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from bench.shapes import Shape
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, Launch
@@ -95,8 +96,8 @@ def watching(runner: ModelRunner) -> Iterator[WatchedForward]:
 
 def profile_graph(graph: KernelGraph, shape: Shape, times: int) -> Parts:
     """Return the times of the kernels, each run separately, without the savings of a replay."""
-    calls = Counter(name_call(shape, *launch) for launch in graph.launches)
-    seconds = time_launches(graph, times, lambda launch: name_call(shape, *launch))
+    calls = Counter(name_call(shape, *launch[:2]) for launch in graph.launches)
+    seconds = time_launches(graph, times, lambda launch: name_call(shape, *launch[:2]))
     return {name: (seconds[name], count) for name, count in calls.items()}
 
 
@@ -121,12 +122,12 @@ def timing_kernels(watch: Stopwatch) -> Iterator[None]:
     is_inside = False
 
     def timed(work: Callable[..., None]) -> Callable[..., None]:
-        def run(kernel: Kernel, *args: int) -> None:
+        def run(kernel: Kernel, *args: int, **options: Any) -> None:
             nonlocal is_inside
             if is_inside:  # with one thread, the one method calls the other
-                return work(kernel, *args)
+                return work(kernel, *args, **options)
             is_inside, begin = True, time.perf_counter()
-            work(kernel, *args)
+            work(kernel, *args, **options)
             watch.add(name_call(watch.shape, kernel, args), time.perf_counter() - begin)
             is_inside = False
             return None

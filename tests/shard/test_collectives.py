@@ -19,7 +19,8 @@ from tests.support.shard.checkpoints import CASES
 from tests.support.shard.ranks import ALONE, Ranks
 from tests.support.shard.stepping import compute_mixed_steps, load
 from tgis.logs import FIELDS
-from tgis.shard.collectives import ProcessGroup, ProcessGroupError, RendezvousPoint, connect
+from tgis.shard.collectives import OpenLocal, ProcessGroup, ProcessGroupError, RendezvousPoint, connect
+from tgis.shard.kernels.cpu.shared_memory.collectives import open_collectives
 
 
 def in_threads(
@@ -27,6 +28,7 @@ def in_threads(
     place: Path | list[RendezvousPoint],
     function: Callable[[ProcessGroup], Any],
     timeout_s: float = 30.0,
+    open_local: OpenLocal | None = None,
 ) -> list[Any]:
     """Return what function(group) returns or raises on each rank.
 
@@ -36,7 +38,7 @@ def in_threads(
 
     def run(rank: int) -> None:
         try:
-            group = connect(rank, size, points[rank], timeout_s)
+            group = connect(rank, size, points[rank], timeout_s, open_local=open_local)
             results[rank] = function(group)
             group.leave()
         except Exception as error:
@@ -74,8 +76,14 @@ def test_one_rank_is_alone() -> None:
     group.leave()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_collectives(size: int, tmp_path: Path) -> None:
+in_shared_memory = pytest.mark.parametrize(
+    "open_local", [None, open_collectives], ids=["gloo", "shared memory"]
+)
+
+
+@in_shared_memory
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_collectives(size: int, open_local: OpenLocal | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     values = torch.randn(size, 5, 300) * torch.logspace(-3, 3, 300)
 
@@ -88,7 +96,7 @@ def test_collectives(size: int, tmp_path: Path) -> None:
     expected = values[0]
     for other in values[1:]:
         expected = expected + other
-    for total, gathered, least in in_threads(size, tmp_path / "rendezvous", function):
+    for total, gathered, least in in_threads(size, tmp_path / "rendezvous", function, open_local=open_local):
         assert torch.equal(total, expected), "not summed in the order of ranks"
         assert torch.equal(gathered, torch.cat([v[:, :3].t() for v in values], -1))
         assert least == 11 - size
@@ -126,7 +134,8 @@ def test_ranks_meet_at_a_port(tmp_path: Path) -> None:
         assert result == {"127.0.0.2", "127.0.0.3", "127.0.0.4"}
 
 
-def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
+@in_shared_memory
+def test_a_rank_that_hangs_is_noticed(open_local: OpenLocal | None, tmp_path: Path) -> None:
     def function(group: ProcessGroup) -> float:
         began = time.monotonic()
         if group.rank:
@@ -137,7 +146,7 @@ def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
         return time.monotonic() - began
 
-    waited, _ = in_threads(2, tmp_path / "rendezvous", function, timeout_s=0.5)
+    waited, _ = in_threads(2, tmp_path / "rendezvous", function, 0.5, open_local)
     assert 0.4 < waited < 1.5
 
 

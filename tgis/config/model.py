@@ -135,10 +135,19 @@ class ModelOptions:
         group=Group.MEMORY,
     )
     cpu_threads: int | None = option(
-        "Number of compute threads of each shard; unset: the machine's cores divided by the shards.",
+        "Number of compute threads of each shard; unset: the machine's cores divided by the shards, or the "
+        "physical cores of a pinned shard.",
         None,
         minimum=1,
         maximum=1024,  # OpenMP aborts the process without a message if it cannot start a thread
+        group=Group.MEMORY,
+    )
+    cpu_pinning: str = option(
+        "Pinning of shards to CPUs; auto: if there are several shards and the CPUs belong to several NUMA "
+        "nodes, each shard runs on the CPUs of one node, and its weights and cache are in that node's "
+        "memory. If there are more nodes than shards, each has adjacent nodes.",
+        "auto",
+        choices=("auto", "off"),
         group=Group.MEMORY,
     )
     cpu_arithmetic: str = option(

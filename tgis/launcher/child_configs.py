@@ -22,7 +22,14 @@ C = TypeVar("C", RouterConfig, ShardConfig)
 
 LINK_OPTIONS = {f.name for f in fields(LinkOptions)}
 # Options of a shard that may differ between nodes.
-NODE_OPTIONS = LINK_OPTIONS | {"cache_home", "cpu_threads", "failpoints", "json_output", "log_level"}
+NODE_OPTIONS = LINK_OPTIONS | {
+    "cache_home",
+    "cpu_pinning",
+    "cpu_threads",
+    "failpoints",
+    "json_output",
+    "log_level",
+}
 # Paths may differ too, but a path must be set on all nodes or on none.
 PATHS = ("adapter_cache", "lora_adapters", "prefix_store_path", "speculator")
 

@@ -1,12 +1,12 @@
 """Process group of one model: this process's rank, its share of split dimensions, and the collectives.
 
-The order of a sum depends only on the number of ranks, so all ranks get identical bits."""
+Sums are added in the order of ranks, so all ranks get identical bits."""
 
 import builtins
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,27 @@ class ProcessGroupError(OperatorError):
     """Error when the ranks do not connect, or one of them is lost."""
 
 
+class LocalCollectives(Protocol):
+    """Collectives of ranks on one machine, for some tensors. The others use the backend. All methods raise
+    ProcessGroupError."""
+
+    def can_reduce(self, x: Tensor) -> bool: ...
+
+    def can_gather(self, x: Tensor) -> bool: ...
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum `x` over all ranks, in place, in the order of ranks."""
+
+    def all_gather(self, x: Tensor) -> Tensor: ...
+
+    def leave(self) -> None: ...
+
+
+OpenLocal = Callable[[Any, int, int, float], LocalCollectives | None]
+"""Function of a store, rank, number of ranks and timeout in seconds, called on every rank. It returns None on
+all ranks if they are not on one machine, and raises RuntimeError if a rank does not answer."""
+
+
 @dataclass(frozen=True)
 class ProcessGroup:
     rank: int
@@ -32,6 +53,7 @@ class ProcessGroup:
     backend: Any = field(default=None, repr=False, compare=False)
     device: torch.device = CPU
     num_on_host: int = 0  # ranks on this rank's machine; 0: all
+    local: LocalCollectives | None = field(default=None, repr=False, compare=False)
 
     @property
     def local_size(self) -> int:
@@ -48,25 +70,38 @@ class ProcessGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over all ranks, in place. Raises ProcessGroupError."""
-        if self.size == 2:  # the sum of two terms does not depend on their order
+        if self.local is not None and self.local.can_reduce(x):
+            self.local.all_reduce(x)
+        elif self.size == 2:  # the sum of two terms does not depend on their order
             _complete(lambda: self.backend.allreduce([x]))
         elif self.size > 2:
-            torch.sum(torch.stack(self._gather(x)), 0, out=x)
+            self._sum_in_order(x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate every rank's [..., n] into [..., size * n]. Raises ProcessGroupError."""
+        if self.local is not None and self.local.can_gather(x):
+            return self.local.all_gather(x)
         return x if self.size == 1 else torch.cat(self._gather(x), -1)
 
     def min(self, value: int) -> int:
         """Return the smallest of the ranks' values. Raises ProcessGroupError."""
-        if self.size == 1:
-            return value
-        return int(torch.cat(self._gather(torch.tensor([value], device=self.device))).min())
+        return int(self.all_gather(torch.tensor([value], device=self.device)).min())
 
     def leave(self) -> None:
+        if self.local is not None:
+            self.local.leave()
         if self.backend is not None:
             self.backend.shutdown()
+
+    def _sum_in_order(self, x: Tensor) -> None:
+        first, *others = self._gather(x)
+        if x.dtype == torch.float32:
+            x.copy_(first)
+            for other in others:
+                x.add_(other)
+        else:  # torch adds in float32 and rounds once, but not always in the order of ranks
+            torch.sum(torch.stack([first, *others]), 0, out=x)
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
@@ -85,7 +120,12 @@ class RendezvousPoint:
 
 
 def connect(
-    rank: int, size: int, rendezvous: RendezvousPoint, timeout_s: float, device: torch.device = CPU
+    rank: int,
+    size: int,
+    rendezvous: RendezvousPoint,
+    timeout_s: float,
+    device: torch.device = CPU,
+    open_local: OpenLocal | None = None,
 ) -> ProcessGroup:
     """Connect to the other ranks. `timeout_s` limits each wait for another rank, here and in collectives.
     Raises ProcessGroupError."""
@@ -95,14 +135,14 @@ def connect(
     connect_backend = _connect_nccl if device.type == "cuda" else connect_gloo
     try:
         store = _open_store(rank, size, rendezvous, timeout)
-        return ProcessGroup(
-            rank, size, connect_backend(store, rank, size, timeout, rendezvous.address), device
-        )
+        backend = connect_backend(store, rank, size, timeout, rendezvous.address)
+        local = None if open_local is None else open_local(store, rank, size, timeout_s)
     except RuntimeError as error:
         text = (
             f"rank {rank} could not connect to all {size} ranks within {timeout_s:g} s: {first_line(error)}"
         )
         raise ProcessGroupError(text) from error
+    return ProcessGroup(rank, size, backend, device, local=local)
 
 
 def _open_store(rank: int, size: int, rendezvous: RendezvousPoint, timeout: timedelta) -> Any:

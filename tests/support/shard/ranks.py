@@ -1,5 +1,5 @@
-"""Ranks of gloo groups of two and four, with this process as the first of each. The other processes live as
-long as the test session, so that they import torch once."""
+"""Ranks of groups, with this process as the first of each. They share memory, as those of a service do. The
+other processes live as long as the test session, so that they import torch once."""
 
 import multiprocessing
 import tempfile
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis.shard.collectives import ProcessGroup, RendezvousPoint, connect
+from tgis.shard.kernels.cpu.shared_memory.collectives import open_collectives
 from tgis.shard.startup.platform import configure_torch
 
 TIMEOUT_S = 30.0
@@ -19,7 +20,9 @@ ALONE = ProcessGroup(0, 1)
 class Ranks(AbstractContextManager["Ranks"]):
     """Processes of the ranks, started when a group size first needs them."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        """`timeout_s` is that of collectives."""
+        self._timeout_s = timeout_s
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._pipes: list[Connection] = []  # to rank 1, 2, ...
         self._processes: list[multiprocessing.process.BaseProcess] = []
@@ -55,13 +58,16 @@ class Ranks(AbstractContextManager["Ranks"]):
 
     def _group(self, size: int) -> ProcessGroup:
         if size not in self._groups:
-            while len(self._processes) < size - 1:
-                self._start(len(self._processes) + 1)
+            first = len(self._processes)
+            for rank in range(first + 1, size):
+                self._start(rank)
+            for pipe in self._pipes[first:]:
+                _receive(pipe)  # from here on, the timeout counts
             self._num_meetings += 1
             path = str(self._directory / f"rendezvous-{self._num_meetings}")
             for pipe in self._pipes[: size - 1]:
-                pipe.send((size, None, (path,)))
-            self._groups[size] = connect(0, size, RendezvousPoint(path), TIMEOUT_S)
+                pipe.send((size, None, (path, self._timeout_s)))
+            self._groups[size] = _connect(0, size, path, self._timeout_s)
         return self._groups[size]
 
     def _start(self, rank: int) -> None:
@@ -81,13 +87,18 @@ def _receive(pipe: Connection) -> Any:
     return result
 
 
+def _connect(rank: int, size: int, place: str, timeout_s: float) -> ProcessGroup:
+    return connect(rank, size, RendezvousPoint(place), timeout_s, open_local=open_collectives)
+
+
 def _serve(rank: int, pipe: Connection) -> None:
     configure_torch(1)
+    pipe.send("ready")
     groups: dict[int, ProcessGroup] = {}
     while True:
         size, function, args = pipe.recv()
         if function is None:
-            groups[size] = connect(rank, size, RendezvousPoint(args[0]), TIMEOUT_S)
+            groups[size] = _connect(rank, size, *args)
         else:
             try:
                 pipe.send(function(groups[size], *args))

@@ -37,13 +37,11 @@ class Embedding:
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
             return self._table.look_up(token_ids)
-        local = token_ids - self._share.start
-        mine = (local >= 0) & (local < self._table.num_rows)
         if not self._table.num_rows:
             x = torch.zeros(len(token_ids), self._table.width, device=token_ids.device)
         else:
-            x = self._table.look_up(local.where(mine, 0))
-            x.masked_fill_(~mine.unsqueeze(1), 0.0)
+            ids, is_own = self._kernels.select_ids(token_ids, self._share.start, self._share.stop)
+            x = self._kernels.scale_rows(self._table.look_up(ids), is_own)
         return self._group.all_reduce(x)
 
 
@@ -57,13 +55,20 @@ class LMHead:
         share = _rows_of_rank(parts.group, vocab_size)
         self._adapt = LoraAddition(parts, path, Cut(shape, (share,)))
         self._num_missing = -(-vocab_size // parts.group.size) - (share.stop - share.start)
+        self._kernels = parts.kernels
         self._multiply = parts.pack("head", path, shape, (share,))
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         y = self._adapt(x, self._multiply(x), adapters)
         if self._num_missing:  # all_gather needs equal widths, and the last ranks may have fewer rows
-            y = F.pad(y, (0, self._num_missing))
+            y = self._widen(y)
         return self._group.all_gather(y)[:, : self._vocab_size]
+
+    def _widen(self, y: Tensor) -> Tensor:
+        """Return y with more columns, whose values are not used."""
+        if self._num_missing > y.shape[1]:
+            return F.pad(y, (0, self._num_missing))
+        return self._kernels.concatenate(y, y[:, : self._num_missing])  # which can be captured
 
 
 class PositionEmbedding:

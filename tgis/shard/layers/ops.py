@@ -145,6 +145,10 @@ class Kernels(Rounder, Protocol):
     def look_up(self, table: Tensor, ids: Tensor, offset: int = 0) -> Tensor:
         """Return rows ids + offset, int64 [num_tokens], of a table of weights: [num_tokens, size]."""
 
+    def select_ids(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return id - begin, int64 [num_tokens], and 1, float32 [num_tokens], for each id from `begin` to
+        `end`; 0 and 0 for all others."""
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Add y, [num_tokens, size] or [size], to x in place and return x. In this method,
         `multiply_sigmoid`, `scale` and `clamp`, x may have a row stride larger than `size`."""
@@ -229,8 +233,12 @@ class Kernels(Rounder, Protocol):
 
 
 class Unfused(PortableRounder):
-    """Default methods for platforms that do not fuse layers, have no products of codes, and round weights
-    with torch."""
+    """Default methods for platforms that do not fuse layers, have no products of codes, and round weights and
+    select ids with torch."""
+
+    def select_ids(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        is_inside = (ids >= begin) & (ids < end)
+        return (ids - begin).where(is_inside, 0), is_inside.float()
 
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
         return None

@@ -18,6 +18,7 @@ from tgis.shard.kernels.cpu.int8 import self_check as int8_check
 from tgis.shard.kernels.cpu.jit.cache import add_run_directory
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress, is_compiling
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS, BfloatKernels, CpuKernels
+from tgis.shard.kernels.cpu.shared_memory.collectives import open_collectives
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.platform import KernelCompiler, Platform
@@ -32,6 +33,7 @@ ON_CPU = Platform(
     compiler=KernelCompiler(is_compiling, compile_progress.finish),
     is_memory_shared=True,
     cache_fraction=0.25,
+    open_local=open_collectives,
 )
 
 

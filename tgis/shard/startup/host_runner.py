@@ -46,7 +46,7 @@ class HostRunners:
 
     def _make_head_forward(self, head: DraftHead, attention: Attention, can_capture: bool) -> HeadForward:
         """Return the forward pass of a head. `can_capture` is True if the served model's embedding and head
-        use no collectives."""
+        can be captured."""
         if not (self.captures_steps and can_capture):
             return HeadForward(head, attention)
         from tgis.shard.runner.proposers.graph_head_forward import GraphHeadForward  # imports numba

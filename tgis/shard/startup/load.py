@@ -51,6 +51,7 @@ from tgis.shard.speculators.registry import (
 from tgis.shard.startup import choose_platform, engine_choice, memory_plan
 from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.cache_type import CacheType, choose_cache_type
+from tgis.shard.startup.cpu_placement import place_threads
 from tgis.shard.startup.engine_choice import Choice
 from tgis.shard.startup.memory_plan import GIB, KIB, MIB, Demand, MemoryBudget
 from tgis.shard.startup.platform import DraftParts, Platform, RunnerParts, configure_torch
@@ -139,10 +140,10 @@ class LoadPlan:
         config = self.config
         on = self.on
         demand = self.demand
-        configure_torch(config.cpu_threads or max(1, count_cores() // _num_local(config)))
+        configure_torch(_place_threads(config, on))
         info = self.describe_shard()
         guides = self.start_guides()
-        group = group or _connect(config, on.device)
+        group = group or _connect(config, on)
         self.check_fit(group)
         probe = self._open_probe(group)
         before = on.memory.memory_used()
@@ -315,8 +316,8 @@ class _Loaded:
 
     @property
     def can_capture(self) -> bool:
-        """True if steps use only the platform's kernels and no collectives."""
-        return self.plan.choice.is_native and self.group.size == 1
+        """True if steps use only the platform's kernels, of which the collectives of ranks may be part."""
+        return self.plan.choice.is_native and (self.group.size == 1 or self.group.local is not None)
 
     @property
     def graph_sizes(self) -> Sequence[GraphSize]:
@@ -416,8 +417,9 @@ def _count_state_bytes(config: ShardConfig, choice: Choice, on: Platform) -> int
 
 
 def _find_device(config: ShardConfig, choice: Choice) -> torch.device:
-    local_rank = config.rank if config.local_rank is None else config.local_rank
-    return choose_platform.find_device(config.device, local_rank, _num_local(config), choice.gpu_obstacle)
+    return choose_platform.find_device(
+        config.device, _local_rank(config), _num_local(config), choice.gpu_obstacle
+    )
 
 
 def _choose_arithmetic(
@@ -493,14 +495,30 @@ def _choose_dtype(option: str | None, settings: dict[str, Any], choice: Choice, 
     return option or stored
 
 
-def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
+def _place_threads(config: ShardConfig, on: Platform) -> int:
+    """Pin this rank's threads, if that helps. Return the number of compute threads."""
+    num_local = _num_local(config)
+    may_pin = on.device.type == "cpu" and config.cpu_pinning == "auto"
+    num_threads = place_threads(_local_rank(config), num_local) if may_pin else count_cores() // num_local
+    return config.cpu_threads or max(1, num_threads)
+
+
+def _connect(config: ShardConfig, on: Platform) -> ProcessGroup:
     if config.world_size == 1:
-        return ProcessGroup(0, 1, device=device)
+        return ProcessGroup(0, 1, device=on.device)
     if config.rendezvous is None:
         raise ProcessGroupError("several ranks need a rendezvous address")
     point = RendezvousPoint(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
-    group = collectives.connect(config.rank, config.world_size, point, RENDEZVOUS_TIMEOUT_S, device)
+    ranks = (config.rank, config.world_size)
+    group = collectives.connect(*ranks, point, RENDEZVOUS_TIMEOUT_S, on.device, on.open_local)
+    if on.open_local is not None and config.rank == 0:
+        where = "through gloo, because they share no memory" if group.local is None else "in shared memory"
+        logger.info("the ranks exchange activations %s", where)
     return replace(group, num_on_host=_num_local(config))
+
+
+def _local_rank(config: ShardConfig) -> int:
+    return config.rank if config.local_rank is None else config.local_rank
 
 
 def _num_local(config: ShardConfig) -> int:

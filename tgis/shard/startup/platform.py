@@ -13,7 +13,7 @@ import torch
 from tgis.errors import OperatorError
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
-from tgis.shard.collectives import ProcessGroup
+from tgis.shard.collectives import OpenLocal, ProcessGroup
 from tgis.shard.layers.ops import Kernels
 from tgis.shard.memory.layered_cache import AnyCache
 from tgis.shard.memory.state_cache import StateCache
@@ -110,6 +110,8 @@ class Platform:
     """Type to which matrix products round their weights; None: the weights' own type."""
     cache_dtype: torch.dtype | None = None
     """Type of the KV cache, unless the operator sets one; None: the weights' own type."""
+    open_local: OpenLocal | None = None
+    """Function that opens faster collectives of ranks that are on one machine."""
     graph_sizes: Callable[[Sequence[int] | None, int, int], Sequence[GraphSize]] = lambda *_: ()
     """Function that returns the sizes of steps to capture. Its arguments are the configured numbers of rows,
     the maximum number of rows, and the maximum number of prompt tokens."""

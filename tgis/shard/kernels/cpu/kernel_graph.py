@@ -1,7 +1,6 @@
 """Kernel graphs: recorded kernel launches of a step that are replayed without Python, the CPU's counterpart
 of CUDA graphs. All threads run through the list together, so no thread is woken between two kernels."""
 
-import ctypes
 import math
 import weakref
 from collections import defaultdict
@@ -10,14 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, types
+from numba import carray
 from torch import Tensor
 
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
     Launch,
-    address_of,
     atomic_add,
     llvm_function,
     load_acquire,
@@ -26,13 +24,12 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     pointer,
     team_size_address,
 )
-from tgis.shard.kernels.cpu.jit.llvm import I32, I64
+from tgis.shard.kernels.cpu.jit.llvm import I64
+from tgis.shard.kernels.cpu.jit.waiting import call_function, library_address, pause
 
 _ALIGNMENT = 64
 # Polls before a waiting thread yields its processor, which the awaited thread may need.
 _MAX_POLLS = 2000
-# Architecture -> intrinsic that marks a spin loop for the processor, and its arguments.
-_PAUSES = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}
 _I64 = np.int64(0)
 
 
@@ -63,9 +60,10 @@ class MemoryPool:
         return torch.from_numpy(view).view(shape)
 
     def read_view(self, x: Tensor) -> Tensor:
-        """Return a view of x for reading after a replay. It does not keep the buffer allocated."""
+        """Return a view of x for reading after a replay. It does not keep the buffer allocated. x begins at
+        the beginning of its buffer, and may have some of its columns only."""
         slab = self._slabs[x.data_ptr()]
-        return torch.from_numpy(slab[: 4 * x.numel()].view(np.float32)).view(x.shape)
+        return torch.from_numpy(slab.view(np.float32)).as_strided(x.shape, x.stride())
 
     def _allocate(self, size: int) -> Any:
         self.num_bytes += size
@@ -88,12 +86,15 @@ class KernelGraph:
         rows = [(launch.kernel.address, args) for launch, args in zip(launches, addresses, strict=True)]
         self._table = np.array(rows, np.int64)  # [num_kernels, 2]
         self._arrived = _aligned([0])
+        self._checks = {launch.check for launch in launches if launch.check is not None}
 
     def replay(self) -> None:
-        """Run the kernels on all of torch's threads."""
+        """Run the kernels on all of torch's threads, and then their checks, each once."""
         self._arrived[0] = 0
         addresses = (self._table.ctypes.data, self._arrived.ctypes.data, *_FUNCTIONS)
         replay.parallel(len(self.launches), *addresses)
+        for check in self._checks:
+            check()
 
 
 def _aligned(values: list[int]) -> Any:
@@ -105,28 +106,13 @@ def _aligned(values: list[int]) -> Any:
 
 
 # Addresses of the functions that yield the processor and that return the number of threads.
-_FUNCTIONS = (address_of(ctypes.CDLL(None).sched_yield), team_size_address())
+_FUNCTIONS = (library_address("sched_yield"), team_size_address())
 _VOID_OF_ADDRESS = ir.FunctionType(ir.VoidType(), [I64.as_pointer()])
-_INT_OF_NOTHING = ir.FunctionType(I32, [])
 
 
 @llvm_function()
 def _call_kernel(b: Any, entry: Any, args: Any) -> None:
     b.call(llvm.pointer_to(b, _VOID_OF_ADDRESS, entry), [llvm.pointer_to(b, I64, args)])
-
-
-@llvm_function(types.int64)
-def _call_function(b: Any, function: Any) -> Any:
-    """Call the C function int() at an address and return its result."""
-    return b.sext(b.call(llvm.pointer_to(b, _INT_OF_NOTHING, function), []), I64)
-
-
-@llvm_function()
-def _pause(b: Any) -> None:
-    """Mark a spin loop for the processor."""
-    if llvm.architecture() in _PAUSES:
-        name, numbers = _PAUSES[llvm.architecture()]
-        llvm.call(b, name, ir.VoidType(), *(I32(number) for number in numbers))
 
 
 # Counts a thread that has finished a kernel. Writes of all threads are visible to the last one.
@@ -137,17 +123,17 @@ _arrive = atomic_add(1, "acq_rel")
 def _await(arrived: Any, expected: int, yield_address: int) -> None:
     polls = 0
     while load_acquire(arrived) < expected:
-        _pause()
+        pause()
         polls += 1
         if polls > _MAX_POLLS:
-            _call_function(yield_address)
+            call_function(yield_address)
 
 
 def _replay(args: Any) -> None:
     num_kernels, table_address, arrived_address, yield_address, team_size = operands(args, 1, 5)
     table = carray(pointer(table_address, _I64), (num_kernels, 2))
     arrived = pointer(arrived_address, _I64)
-    num_threads = _call_function(team_size) if team_size else 1
+    num_threads = call_function(team_size) if team_size else 1
     for i in range(num_kernels):
         _call_kernel(table[i, 0], table[i, 1])
         expected = (i + 1) * num_threads

@@ -102,6 +102,13 @@ class CpuKernels(CpuRounder, Unfused):
         _run(embedding.LOOK_UP[table.dtype], out.shape, *addresses, offset)
         return out
 
+    def select_ids(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        count = len(ids)
+        # Kernel graphs have float32 memory only.
+        local, is_inside = empty(count, 2).view(torch.int64).view(count), empty(count)
+        embedding.select_ids(count, begin, end, ids.data_ptr(), local.data_ptr(), is_inside.data_ptr())
+        return local, is_inside
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return _change(x, "add", other=y.data_ptr(), stride=y.stride(0) if y.dim() > 1 else 0)
 

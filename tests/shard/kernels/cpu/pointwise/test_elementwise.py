@@ -89,3 +89,12 @@ def test_rows_of_a_table(dtype: torch.dtype) -> None:
     table, ids = torch.randn(11, SIZE).to(dtype), torch.tensor([3, 0, 8, 3])
     assert CPU_KERNELS.look_up(table, ids).equal(table[ids].float())
     assert CPU_KERNELS.look_up(table, ids, 2).equal(table[ids + 2].float())
+
+
+def test_ids_of_a_part_of_a_table() -> None:
+    ids = torch.tensor([3, 0, 8, 7, 4, 99])
+    for kernels in (CPU_KERNELS, PORTABLE):
+        local, is_inside = kernels.select_ids(ids, 3, 8)
+        assert local.tolist() == [0, 0, 0, 4, 1, 0]
+        assert is_inside.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+        assert local.dtype == torch.int64

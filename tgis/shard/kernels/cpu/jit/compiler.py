@@ -43,6 +43,7 @@ _ADDRESS = types.CPointer(types.int64)
 class Launch(NamedTuple):
     kernel: "Kernel"
     args: tuple[int, ...]
+    check: Callable[[], None] | None = None  # called after the kernel has run
 
 
 class _Capture(threading.local):
@@ -95,12 +96,15 @@ class Kernel:
         address: int = self._compiled.address
         return address
 
-    def __call__(self, *args: int) -> None:
+    def __call__(self, *args: int, check: Callable[[], None] | None = None) -> None:
+        """Run the kernel, and then `check`, which may raise. In a capture, both are recorded."""
         if _capture.launches is not None:
-            _capture.launches.append(Launch(self, args))
+            _capture.launches.append(Launch(self, args, check))
             return
         memory = array("q", (0, *args))
         self._entry(memory.buffer_info()[0])
+        if check is not None:
+            check()
 
     def parallel(self, *args: int) -> None:
         num_threads = torch.get_num_threads()
@@ -282,6 +286,18 @@ def load_acquire(typingctx: Any, counter: Any) -> Any:
         return b.load_atomic(args[0], "acquire", 8)
 
     return types.int64(counter), generate
+
+
+@intrinsic
+def store_release(typingctx: Any, counter: Any, value: Any) -> Any:
+    """Write a counter. A thread that reads the value with `load_acquire` sees all earlier writes of this
+    thread, and this thread's earlier reads are complete."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.store_atomic(args[1], args[0], "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(counter, types.int64), generate
 
 
 @intrinsic

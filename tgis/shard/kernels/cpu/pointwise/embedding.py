@@ -1,4 +1,5 @@
-"""Compiled kernel that looks up rows of an embedding table, which is stored in the weights' type."""
+"""Compiled kernels that look up rows of an embedding table, which is stored in the weights' type, and select
+the ids of a rank's part of it."""
 
 from typing import Any
 
@@ -35,3 +36,21 @@ def _look_up_kernel(element: Any) -> Kernel:
 
 
 LOOK_UP = {dtype: _look_up_kernel(element) for dtype, element in ELEMENTS.items()}
+
+
+def _select_ids(args: Any) -> None:
+    count, begin, end, ids_address, local_address, inside_address = operands(args, 1, 6)
+    ids = carray(pointer(ids_address, _I64), (count,))
+    local, is_inside = (
+        carray(pointer(local_address, _I64), (count,)),
+        carray(pointer(inside_address, _F32), (count,)),
+    )
+    first = next_unit(args)
+    if first == 0:
+        for i in range(count):
+            is_own = begin <= ids[i] < end
+            local[i] = ids[i] - begin if is_own else 0
+            is_inside[i] = 1.0 if is_own else 0.0
+
+
+select_ids = Kernel(_select_ids)

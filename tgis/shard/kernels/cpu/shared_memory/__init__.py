@@ -1,0 +1,1 @@
+"""Collectives of ranks on one machine, in memory that they share."""
