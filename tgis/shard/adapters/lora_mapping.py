@@ -70,6 +70,11 @@ class Change:
 def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> Adapter:
     """Return this rank's part of an adapter for the model built from `parts`. All data is copied. Raises
     AdapterError if a tensor fits no layer."""
+    if parts.weights.has_scaled_matrices:
+        raise AdapterError(
+            "adapters of this model are not supported in GGUF files, because its matrices were multiplied by "
+            "factors that the file does not have: use its safetensors checkpoint"
+        )
     traces = {path: parts.weights.trace(path, cut.shape) for path, cut in parts.cuts.items()}
     _compare_tables(parts, traces, tensors)
     deltas: dict[str, tuple[LowRank, ...]] = {}

@@ -306,6 +306,11 @@ class Weights:
         if error is None:
             self._checkpoint.progress.finish()
 
+    @property
+    def has_scaled_matrices(self) -> bool:
+        """True if matrices were multiplied by constant factors of the model."""
+        return self._checkpoint.has_scaled_matrices
+
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
         """Find a module's tensor: `find("blocks.3.mlp.up.weight", (rows, columns))`. Raises WeightsError."""
         tensor = self._find(path, self._modules)
