@@ -1,6 +1,6 @@
 """Adapters and soft prompts on models with recurrent layers behind the scheduler, with steps in flight, few
-blocks and states, equal prompts with other adapters, cancelled sequences and lost shards: every result is that
-of a sequence that runs alone."""
+blocks and states, equal prompts with other adapters, cancelled sequences and lost shards: every result is
+that of a sequence which runs alone."""
 
 import random
 from pathlib import Path
