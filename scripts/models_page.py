@@ -23,6 +23,10 @@ All of them support sharding (`--num-shard`), quantization (`--quantize`), soft 
 tiny models of every family with transformers in float32 on one shard, and Llama models on two. Accuracy and speed were
 measured only with models of Llama's shape and Gemma 3.
 
+Names of tensors may lack the name of the base model (`model.`, `transformer.`, `backbone.` or `gpt_neox.`), as in
+checkpoints that were saved from transformers' `LlamaModel` instead of `LlamaForCausalLM`. Such a checkpoint is served
+if its head is the table of tokens, or if the head was added to it.
+
 ## Models that keep a state
 
 Models with Mamba layers (Granite 4, Nemotron-H, Falcon H1, Mamba 2) and with gated DeltaNet (Qwen 3 Next, Qwen 3.5) keep

@@ -2,6 +2,7 @@
 replies are messages on a socket, which is the process's standard input."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,20 @@ from multiprocessing.connection import Connection
 
 STDIN = 0
 IDLE_S = 2.0  # time without a request after which a process is idle
+
+
+class _KillTimer(threading.Timer):
+    """Started timer that kills a process."""
+
+    def __init__(self, seconds: float, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(seconds, self._kill)
+        self._process = process
+        self.has_killed = False
+        self.start()
+
+    def _kill(self) -> None:
+        self.has_killed = True
+        self._process.kill()
 
 
 class Worker:
@@ -26,17 +41,18 @@ class Worker:
         self._is_closed = False
 
     def ask(self, request: bytes) -> bytes | int:
-        """Return the reply, or the exit status of a process that was killed or crashed."""
+        """Return the reply, or the exit status of a process that was killed or crashed. Raises TimeoutError
+        if it was killed because it had not replied in time."""
         process, connection = self._running()
-        timer = None
-        if self._timeout_s is not None:
-            timer = threading.Timer(self._timeout_s, process.kill)
-            timer.start()
+        timer = None if self._timeout_s is None else _KillTimer(self._timeout_s, process)
         try:
             connection.send_bytes(request)
             return connection.recv_bytes()
-        except (EOFError, OSError):
-            return self.end()
+        except (EOFError, OSError) as error:
+            status = self.end()
+            if timer is not None and timer.has_killed and status == -signal.SIGKILL:
+                raise TimeoutError from error
+            return status
         finally:
             if timer is not None:
                 timer.cancel()

@@ -29,6 +29,9 @@ class Reply(NamedTuple):
     """Decoded reply; None if the worker died."""
     status: int = 0
     """Exit status of the worker that died."""
+    is_late: bool = False
+    """True if the worker was killed because it had not replied in time. As workers limit their own CPU time,
+    the cause is a busy machine, and not the request."""
 
     @property
     def is_dead(self) -> bool:
@@ -36,7 +39,7 @@ class Reply(NamedTuple):
 
     @property
     def is_killed(self) -> bool:
-        """True if the cause may be a timeout or a busy machine instead of the request."""
+        """True if the cause may be the machine instead of the request."""
         return -self.status in (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -88,7 +91,7 @@ class WorkerPool:
         self._is_closed = False
 
     async def ask(self, request: object, owner: Hashable, num_bytes: int = 1) -> Reply:
-        """Return the reply of a free worker. If the worker is killed, a second one is tried.
+        """Return the reply of a free worker. If the worker is killed by others, a second one is tried.
 
         `num_bytes` is the request's part of the queue. Raises PoolBusyError, and ValueError, OverflowError or
         RecursionError if the request cannot be encoded."""
@@ -146,13 +149,16 @@ class WorkerPool:
                 break
             loop = asyncio.get_running_loop()
             reply = await loop.run_in_executor(self._threads, _ask, worker, job.request, self._codec)
-            if not reply.is_killed:
+            if reply.is_late or not reply.is_killed:
                 break
         return reply
 
 
 def _ask(worker: Worker, request: object, codec: Codec) -> Reply:
-    answer = worker.ask(codec.encode(request))
+    try:
+        answer = worker.ask(codec.encode(request))
+    except TimeoutError:
+        return Reply(None, -signal.SIGKILL, is_late=True)
     return Reply(None, answer) if isinstance(answer, int) else Reply(codec.decode(answer))
 
 

@@ -6,15 +6,17 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from tests.support.worker_processes import children, memory_bytes
+from tgis.router.chat import renderer as chat_renderer
 from tgis.router.chat.limits import MAX_PROMPT_BYTES, MEMORY_BYTES, NUM_WORKERS
 from tgis.router.chat.renderer import Chat, ChatRenderer
 from tgis.router.chat.template import WORKER, ChatTemplate
-from tgis.router.errors import RequestError
+from tgis.router.errors import RequestError, UnavailableError
 
 LOOP = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 TOO_SLOW, TOO_MUCH = "the chat template takes too long", "the chat template needs too much memory"
@@ -150,3 +152,25 @@ async def test_a_worker_gives_up_within_its_memory(renderer: ChatRenderer) -> No
     renderer._template = ChatTemplate(text)
     with pytest.raises(RequestError, match=f"^({TOO_MUCH}|{TOO_LONG})$"):
         await renderer.render(chat_of(content))
+
+
+async def render_at_last(renderer: ChatRenderer, content: str) -> str:
+    """Try again while the machine is too busy."""
+    for _ in range(20):
+        try:
+            return await renderer.render(chat_of(content))
+        except UnavailableError:
+            continue
+    raise AssertionError("it is always busy")
+
+
+async def test_a_worker_without_cpu_time_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_renderer, "TIMEOUT_S", 2.0)
+    with closing(ChatRenderer(WELL)) as renderer:
+        assert await render_at_last(renderer, "a") == "a"
+        [child] = children(WORKER)
+        os.kill(child, signal.SIGSTOP)
+        with pytest.raises(UnavailableError, match=r"^the chat was not rendered in time, because"):
+            await renderer.render(chat_of("b"))
+        assert await render_at_last(renderer, "b") == "b"
+        assert child not in children(WORKER)

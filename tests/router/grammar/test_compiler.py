@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from tests.support.tokenizers.trained import write_byte_level
 from tests.support.worker_processes import children
 from tgis.pb import generation_pb2 as pb
 from tgis.router.api.fmaas.messages import read_guided
-from tgis.router.errors import RequestError
+from tgis.router.errors import RequestError, UnavailableError
+from tgis.router.grammar import compiler
 from tgis.router.grammar.compiler import (
     CACHE_SIZE,
     MAX_CHOICES,
@@ -384,3 +386,28 @@ async def test_a_killed_process_is_replaced_and_none_is_left_behind() -> None:
     assert other != child
     grammars.close()
     assert list(children(WORKER)) == []
+
+
+async def compile_at_last(grammars: GrammarCompiler, decoding: pb.DecodingParameters) -> str:
+    """Try again while the machine is too busy."""
+    for _ in range(20):
+        try:
+            return await compile_text(grammars, decoding)
+        except UnavailableError:
+            continue
+    raise AssertionError("it is always busy")
+
+
+async def test_a_worker_without_cpu_time_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is neither refused nor remembered: it is served when the machine has time again."""
+    monkeypatch.setattr(compiler, "TIMEOUT_S", 2.0)
+    with closing(GrammarCompiler()) as grammars:
+        await compile_at_last(grammars, Decoding(regex="a"))
+        [child] = children(WORKER)
+        os.kill(child, signal.SIGSTOP)
+        waiting = [asyncio.create_task(compile_text(grammars, Decoding(regex="b"))) for _ in range(2)]
+        for error in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(error, UnavailableError)
+            assert str(error).startswith("regex was not compiled in time, because")
+        assert matches(await compile_at_last(grammars, Decoding(regex="b")), "b")
+        assert child not in children(WORKER)

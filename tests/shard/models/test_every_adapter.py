@@ -13,6 +13,7 @@ from tests.support.shard.tuning_cells import Cases, check_case, check_plan, plan
 PECULIAR = {
     "granitemoehybrid_experts_rope_biases",
     "gemma3_multimodal",
+    "gemma4_text_experts",
     "mistral3",
     "llama4_multimodal",
     "granitemoe",

@@ -30,6 +30,8 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "router.weight"]
 EXPERTS_WITHOUT_GATES = ["experts.up_proj", "experts.down_proj", "gate.weight"]
 FUSED = {
     **dict.fromkeys(("granitemoe", "granitemoe_swa", "gpt_oss"), EXPERTS),
+    **dict.fromkeys(("gemma4", "gemma4_text", "llama4", "llama4_text", "mistral3"), EXPERTS[:2]),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_next", "deepseek_v3"), EXPERTS[:2]),
     "nemotron_h": EXPERTS_WITHOUT_GATES,
 }
 

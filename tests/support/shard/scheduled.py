@@ -8,15 +8,18 @@ from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.state_pool import StatePool
-from tgis.router.sequence import Details, Sampling, Sequence, Stopping
+from tgis.router.sequence import CallAdapters, Details, Sampling, Sequence, Stopping
 from tgis.router.shards.codec import decode_answer, encode_step
 from tgis.shard.runner.interface import ModelRunner
 
+PAD = 0
+NO_ADAPTERS = CallAdapters()
 DETAILS = Details(generated_tokens=True, logprobs=True)
 
 
-def greedy(token_ids: list[int], max_new_tokens: int) -> Sequence:
-    return Sequence(list(token_ids), Stopping(max_new_tokens), Sampling(greedy=True), DETAILS)
+def greedy(token_ids: list[int], max_new_tokens: int, adapters: CallAdapters = NO_ADAPTERS) -> Sequence:
+    padded = [PAD] * adapters.num_decoder_tokens + token_ids
+    return Sequence(padded, Stopping(max_new_tokens), Sampling(greedy=True), DETAILS, adapters=adapters)
 
 
 Result = tuple[list[int], list[float]]
@@ -89,11 +92,13 @@ def results(service: Service, sequences: list[Sequence]) -> list[Result]:
     return [(each.token_ids, service.logprobs[each]) for each in sequences]
 
 
-def compute_alone(runner: ModelRunner, token_ids: list[int], num_tokens: int) -> Result:
+def compute_alone(
+    runner: ModelRunner, token_ids: list[int], num_tokens: int, adapters: CallAdapters = NO_ADAPTERS
+) -> Result:
     """Return the result of a sequence whose prompt is one step, in a new cache."""
     runner.reset()
     service = Service(runner, 60, 1, 1 << 20, max_prompt_tokens=1 << 10)
-    sequence = greedy(token_ids, num_tokens)
+    sequence = greedy(token_ids, num_tokens, adapters)
     service.run([sequence])
     return results(service, [sequence])[0]
 

@@ -33,6 +33,8 @@ class Architecture:
     class_name: str
     names: TensorNames
     read: Callable[[GgufFiles], Config]
+    has_scaled_matrices: bool = False
+    """True if files do not have the constant factors of layers, but matrices multiplied by them."""
 
 
 def find_architecture(files: GgufFiles) -> Architecture:
@@ -741,7 +743,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         tensor_names.GRANITE_HYBRID,
         _read_granite_hybrid,
     ),
-    "falcon-h1": Architecture("falcon_h1", "FalconH1ForCausalLM", tensor_names.FALCON_H1, _read_falcon_h1),
+    "falcon-h1": Architecture(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        tensor_names.FALCON_H1,
+        _read_falcon_h1,
+        has_scaled_matrices=True,
+    ),
     "mamba2": Architecture("mamba2", "Mamba2ForCausalLM", tensor_names.MAMBA2, _read_mamba2),
     "nemotron_h": Architecture(
         "nemotron_h", "NemotronHForCausalLM", tensor_names.NEMOTRON_H, _read_nemotron_h

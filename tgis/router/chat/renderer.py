@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 from tgis.process.worker_pool import PoolBusyError, Reply, WorkerPool
 from tgis.router.chat.limits import MAX_PROMPT_BYTES, NUM_WORKERS, OUT_OF_MEMORY, TIMEOUT_S
 from tgis.router.chat.template import WORKER, ChatTemplate
-from tgis.router.errors import OVERLOADED, OverloadedError, QuotingError, RequestError
+from tgis.router.errors import (
+    OVERLOADED,
+    OverloadedError,
+    QuotingError,
+    RequestError,
+    RouterError,
+    UnavailableError,
+)
 from tgis.router.metrics.metrics import Metrics
 
 NO_TEMPLATE = "the model has no chat template; start the service with --chat-template"
@@ -56,8 +63,8 @@ class ChatRenderer:
         return self._template is not None and variable in self._template.variables
 
     async def render(self, chat: Chat, owner: Hashable = "") -> str:
-        """Return the prompt of a chat. Owners are served in turn. Raises OverloadedError, and RequestError
-        with a one-line text if the chat cannot be rendered."""
+        """Return the prompt of a chat. Owners are served in turn. Raises OverloadedError, UnavailableError if
+        the machine is too busy, and RequestError with a one-line text if the chat cannot be rendered."""
         if self._template is None:
             raise RequestError(NO_TEMPLATE)
         _require_renderable(chat)
@@ -72,7 +79,7 @@ class ChatRenderer:
             raise OverloadedError(OVERLOADED) from None
         try:
             return _read_prompt(reply)
-        except RequestError:
+        except RouterError:
             if self._metrics is not None:
                 self._metrics.chat_template_failure.add("killed" if reply.is_dead else "template")
             raise
@@ -107,6 +114,8 @@ def _require_renderable(chat: Chat) -> None:
 
 
 def _read_prompt(reply: Reply) -> str:
+    if reply.is_late:
+        raise UnavailableError("the chat was not rendered in time, because the service's machine is busy")
     if reply.is_dead:
         cause = "needs too much memory" if reply.status == OUT_OF_MEMORY else "takes too long"
         raise RequestError(f"the chat template {cause}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from tgis.process.worker_pool import PoolBusyError, Reply, WorkerPool
-from tgis.router.errors import OVERLOADED, OverloadedError, QuotingError, RequestError
+from tgis.router.errors import OVERLOADED, OverloadedError, QuotingError, RequestError, UnavailableError
 from tgis.router.grammar.answer_rules import FREE, AnswerRules
 from tgis.router.sequence import Grammar
 
@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 MAX_CHOICES = 4096
 WORKER = "tgis.router.grammar.worker"
 NUM_WORKERS = 2
-# The worker limits its own CPU time; this limit is for a worker that gets no CPU time.
-TIMEOUT_S = 5.0
+# The worker limits its own CPU time; this limit is for a worker that gets no CPU time. It is long, because
+# other processes of a busy machine must not decide which constraints are served.
+TIMEOUT_S = 30.0
 CACHE_SIZE = 256
 JSON = "JSON"  # the only format that constrains a text
 TOOLS = "tools"  # request fields from which rules for whole answers come
@@ -104,8 +105,9 @@ class GrammarCompiler:
         self._pool = WorkerPool(WORKER, NUM_WORKERS, TIMEOUT_S)
 
     async def compile(self, constraint: Constraint, owner: Hashable = "") -> Grammar:
-        """Return the grammar of a constraint. Owners are served in turn. Raises OverloadedError, and
-        RequestError with a one-line text if the constraint is invalid."""
+        """Return the grammar of a constraint. Owners are served in turn. Raises OverloadedError,
+        UnavailableError if the machine is too busy, and RequestError with a one-line text if the constraint
+        is invalid."""
         key = hashlib.sha256(msgspec.json.encode(constraint)).digest()
         answer = self._answers.get(key)
         if answer is None:
@@ -126,12 +128,16 @@ class GrammarCompiler:
         self._pool.close()
 
     async def _compile(self, key: bytes, constraint: Constraint, owner: Hashable) -> Grammar | str:
-        """Return a grammar, or an error text."""
+        """Return a grammar, or an error text. Raises PoolBusyError and UnavailableError."""
         try:
             rules = msgspec.to_builtins(constraint.answer)
             reply = await self._pool.ask([constraint.kind, constraint.text, rules], owner)
         finally:
             del self._pending[key]
+        if reply.is_late:
+            raise UnavailableError(
+                f"{constraint.field} was not compiled in time, because the service's machine is busy"
+            )
         answer = _read_answer(reply, constraint.field)
         if not reply.is_killed:
             self._answers[key] = answer

@@ -152,7 +152,8 @@ class Validator:
         return checked._replace(spec=checked.spec._replace(cache_salt=salt))
 
     async def compile(self, call: GenerationCall, constraint: Constraint | None) -> Grammar | None:
-        """Return the grammar of a call's texts, if it has one. Raises RequestError and OverloadedError."""
+        """Return the grammar of a call's texts, if it has one. Raises RequestError, OverloadedError and
+        UnavailableError."""
         owner = call.tenant or call.connection
         return None if constraint is None else await self._grammar_compiler.compile(constraint, owner)
 

@@ -33,7 +33,9 @@ _RENAMED = (
     ("lm_head", "embed_out"),
 )
 # Since transformers 5, one parameter holds all experts. The table lists the modules whose rows it contains.
-_EXPERTS = re.compile(r"(.+)\.(?:mlp|block_sparse_moe|mixer)\.experts\.((?:gate_)?up_proj|down_proj)")
+_EXPERTS = re.compile(
+    r"(.+?)(?:\.(?:mlp|block_sparse_moe|mixer|feed_forward))?\.experts\.((?:gate_)?up_proj|down_proj)"
+)
 _EXPERT_MODULES = {
     "gate_up_proj": (
         ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
@@ -41,6 +43,8 @@ _EXPERT_MODULES = {
         ("block_sparse_moe.input_linear.{e}",),
         ("block_sparse_moe.experts.gate_up_proj.{e}",),
         ("mlp.experts.gate_up_proj.{e}",),
+        ("feed_forward.experts.gate_up_proj.{e}",),
+        ("experts.gate_up_proj.{e}",),
     ),
     "up_proj": (("mixer.experts.{e}.up_proj",),),
     "down_proj": (
@@ -50,8 +54,12 @@ _EXPERT_MODULES = {
         ("block_sparse_moe.output_linear.{e}",),
         ("block_sparse_moe.experts.down_proj.{e}",),
         ("mlp.experts.down_proj.{e}",),
+        ("feed_forward.experts.down_proj.{e}",),
+        ("experts.down_proj.{e}",),
     ),
 }
+# Experts' parameters of Llama 4 are stored [in, out]. PEFT takes them for [out, in]; early releases did not.
+_TURNED = re.compile(r".+\.feed_forward\.experts\.\w+\.\d+")
 # Modules of multimodal models that text-only inference does not use.
 _UNUSED = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_vision|embed_audio|multi_modal_projector)\..+"
@@ -70,6 +78,11 @@ class Change:
 def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> Adapter:
     """Return this rank's part of an adapter for the model built from `parts`. All data is copied. Raises
     AdapterError if a tensor fits no layer."""
+    if parts.weights.has_scaled_matrices:
+        raise AdapterError(
+            "adapters of this model are not supported in GGUF files, because its matrices were multiplied by "
+            "factors that the file does not have: use its safetensors checkpoint"
+        )
     traces = {path: parts.weights.trace(path, cut.shape) for path, cut in parts.cuts.items()}
     _compare_tables(parts, traces, tensors)
     deltas: dict[str, tuple[LowRank, ...]] = {}
@@ -123,8 +136,9 @@ def _read_all(
     device = parts.kernels.device
     for path, trace in traces.items():
         if any(rows.module in changes for rows in trace):
-            _check_fit(parts.cuts[path], trace, changes)
-            terms = read(parts.cuts[path], trace, changes)
+            own = _turn(parts.cuts[path], trace, changes)
+            _check_fit(parts.cuts[path], trace, own)
+            terms = read(parts.cuts[path], trace, own)
             factors = parts.factors.get(path)
             deltas[path] = tuple(
                 LowRank(_scale_inputs(term.a, factors).to(device), term.b.to(device), term.first)
@@ -136,6 +150,17 @@ def _read_all(
 def _scale_inputs(a: Tensor, factors: Tensor | None) -> Tensor:
     """Return a, [in, rank], for a layer whose inputs were divided by the factors."""
     return a if factors is None else a * factors.unsqueeze(1)
+
+
+def _turn(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Mapping[str, Change]:
+    """Return the changes of a layer's modules, with those transposed that PEFT has transposed."""
+    own = {rows.module: changes[rows.module] for rows in trace if rows.module in changes}
+    return {
+        module: Change(change.b.T, change.a.T, change.scale)
+        if _TURNED.fullmatch(module) and len(change.b) == cut.shape[1]
+        else change
+        for module, change in own.items()
+    }
 
 
 def _check_fit(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> None:
@@ -240,12 +265,14 @@ def _is_same(parts: Parts, path: str, copy: Tensor) -> bool:
 
 def _find_name(module: str, known: Collection[str], prefix: str) -> str | None:
     """Return the name in `known` that an adapter's module has, or None. Either name may lack the `prefix`."""
+    return next((name for name in _list_spellings(module, prefix) if name in known), None)
+
+
+def _list_spellings(module: str, prefix: str) -> Iterator[str]:
+    """Yield the names that a family may have for an adapter's module."""
     renamed = (module.replace(theirs, ours) for theirs, ours in _RENAMED if theirs in module)
     for name in (module, *renamed):
-        for spelling in (name, name.removeprefix(prefix), prefix + name):
-            if spelling in known:
-                return spelling
-    return None
+        yield from (name, name.removeprefix(prefix), prefix + name)
 
 
 def _divide(
@@ -257,15 +284,17 @@ def _divide(
         yield name, a, b
     elif match := _EXPERTS.fullmatch(module):
         for layout in _EXPERT_MODULES[match[2]]:
-            experts = list(_list_experts(_rename_block(match[1], known), layout, known))
+            experts = list(_list_experts(_rename_block(match[1], known, prefix), layout, known))
             if experts and len(a) % len(experts) == 0 and len(b) % len(layout) == 0:
                 yield from _split_experts(experts, a, b)
 
 
-def _rename_block(block: str, known: Collection[str]) -> str:
+def _rename_block(block: str, known: Collection[str], prefix: str) -> str:
     """Return the name that the family uses for a block."""
-    renamed = block.replace("model.", "backbone.")
-    return renamed if any(name.startswith(f"{renamed}.") for name in known) else block
+    for spelling in _list_spellings(block, prefix):
+        if any(name.startswith(f"{spelling}.") for name in known):
+            return spelling
+    return block
 
 
 def _list_experts(block: str, layout: Sequence[str], known: Collection[str]) -> Iterator[list[str]]:

@@ -54,6 +54,8 @@ class Checkpoint:
     """Tensors in `directory`, by name. Of `files`, those of the first format that is there are read. Raises
     WeightsError if the directory has no weights, or if files of them are missing."""
 
+    has_scaled_matrices = False
+
     def __init__(self, directory: Path, files: Sequence[tuple[str, str]] = MODEL_FILES):
         self._directory = directory
         self._files = files

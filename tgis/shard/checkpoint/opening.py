@@ -16,6 +16,8 @@ class OpenCheckpoint(Tensors, Protocol):
     """Tensors by name. A tensor is read only when its elements are requested."""
 
     progress: LoadProgress
+    has_scaled_matrices: bool
+    """True if matrices were multiplied by constant factors of the model, which are not known any more."""
 
     def list_names(self) -> Iterator[str]: ...
 

@@ -26,6 +26,8 @@ from tgis.shard.checkpoint.tensors import (
     transpose,
 )
 
+_BASES = ("model.", "backbone.", "gpt_neox.")  # places of base models in models that generate text
+
 
 class StoredModules:
     """Modules of a checkpoint. Names are those of `spell_module`. `shapes` has the shapes of all
@@ -75,10 +77,17 @@ class StoredModules:
 
 
 def spell_module(module: str, prefix: str) -> tuple[str, ...]:
-    """Return the names that a module may have: with or without the prefix, which may also follow `model.`."""
+    """Return the names that a module may have: with or without the prefix, which may also follow `model.`.
+    Checkpoints of a base model, such as transformers' LlamaModel, lack the name of its place in the model
+    that generates text."""
     other = module.removeprefix(prefix) if module.startswith(prefix) else prefix + module
-    inner = f"model.{prefix}{module.removeprefix('model.')}"
-    return (module, other, inner) if prefix and module.startswith("model.") else (module, other)
+    names = [module, other]
+    if prefix and module.startswith("model."):
+        names.append(f"model.{prefix}{module.removeprefix('model.')}")
+    if (base := next((base for base in _BASES if module.startswith(base)), None)) is not None:
+        bare = module.removeprefix(base)
+        names += [prefix + bare, bare]
+    return tuple(dict.fromkeys(names))
 
 
 def _spell_tensor(module: str, end: str) -> tuple[str, str]:
@@ -296,6 +305,11 @@ class Weights:
         self.release()
         if error is None:
             self._checkpoint.progress.finish()
+
+    @property
+    def has_scaled_matrices(self) -> bool:
+        """True if matrices were multiplied by constant factors of the model."""
+        return self._checkpoint.has_scaled_matrices
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
         """Find a module's tensor: `find("blocks.3.mlp.up.weight", (rows, columns))`. Raises WeightsError."""

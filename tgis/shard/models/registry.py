@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tgis.shard.checkpoint.tensors import MissingTensorError, WeightsError
 from tgis.shard.checkpoint.weights import Source, Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels, Parts
@@ -226,7 +227,12 @@ def load(
             factors=factors,
             importance=importance,
         )
-        model = build(spec, parts)
+        try:
+            model = build(spec, parts)
+        except MissingTensorError:
+            if isinstance(spec, DecoderSpec):
+                _require_head(path, opened)
+            raise
         refuse_unread(path, opened.list_unread(), config)
     if parts.widened:
         logger.warning(
@@ -235,6 +241,16 @@ def load(
             *(len(parts.widened), str(dtype).removeprefix("torch."), group.size, sum(parts.widened) / MIB),
         )
     return model
+
+
+def _require_head(path: Path, weights: Weights) -> None:
+    """Raise WeightsError if a decoder's checkpoint has a table of tokens but no head."""
+    if weights.has("embed.weight") and not weights.has("head.weight"):
+        raise WeightsError(
+            f"{path}: the checkpoint has no head that generates text, like that of a base model: use the "
+            "checkpoint of the whole model, or set tie_word_embeddings in config.json if its head is the "
+            "table of tokens"
+        )
 
 
 def _cpu_kernels() -> Kernels:

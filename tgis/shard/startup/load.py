@@ -162,7 +162,7 @@ class LoadPlan:
         runner = loaded.sizing().make_sized_runner()
         loaded.log_parts(runner)
         if probe is not None:
-            quantize_probe.warn_of_loss(probe, runner, config)
+            quantize_probe.warn_of_loss(probe, runner, config, demand.max_sequence_length)
         on.compiler.finish()
         num_blocks = runner.info.num_blocks
         logger.info(
@@ -193,9 +193,8 @@ class LoadPlan:
         return find_scheme("int8") if is_quantized and has_products else UNQUANTIZED
 
     def _open_probe(self, group: ProcessGroup) -> Probe | None:
-        longest = min(self.demand.max_sequence_length - 1, self.config.max_step_tokens)
         what = (self.config, self.settings, self.choice.spec, group, self.dtype, self.on.kernels)
-        return quantize_probe.open_probe(*what, longest)
+        return quantize_probe.open_probe(*what)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.shard import stepping
 from tests.support.shard.checkpoints import CASES, SMALL, write_llama, write_model
-from tests.support.shard.driver import configure
+from tests.support.shard.driver import Request, Router, configure
+from tests.support.shard.messages import GREEDY
 from tests.support.shard.ranks import Ranks
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.shard.collectives import ProcessGroup
@@ -99,7 +100,7 @@ def find_factors(group: ProcessGroup, directory: Path, **options: Any) -> dict[s
     chosen = configure(directory, no_quantize_check=True, **{"quantize": "int8", **options})
     kernels = CpuKernels(chosen.activations is not None)
     spec = registry.make_spec(config)
-    probe = open_probe(chosen, config, spec, group, torch.float32, kernels, 100)
+    probe = open_probe(chosen, config, spec, group, torch.float32, kernels)
     return dict(probe.inputs.factors) if probe is not None else {}
 
 
@@ -139,7 +140,7 @@ def find_importance(group: ProcessGroup, directory: Path) -> dict[str, torch.Ten
     config = stepping.read_config(directory)
     spec = registry.make_spec(config)
     chosen = configure(directory, no_quantize_check=True, quantize="int4")
-    probe = open_probe(chosen, config, spec, group, torch.float32, CpuKernels(), 100)
+    probe = open_probe(chosen, config, spec, group, torch.float32, CpuKernels())
     assert probe is not None
     return dict(probe.inputs.importance)
 
@@ -193,6 +194,29 @@ def test_a_model_with_outliers_gives_one_warning(tmp_path: Path, caplog: pytest.
         assert not list_probe_lines(caplog)
 
 
+LIMITS = [{"max_step_tokens": 512}, {"max_step_tokens": 3}, {"max_sequence_length": 20}]
+
+
+@pytest.mark.parametrize("options", [{"quantize": "int8"}, {"quantize": "int4", "activations": "int8"}])
+def test_weights_do_not_depend_on_limits_of_steps_and_lengths(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The check of the weights keeps to the limits."""
+    directory = write(tmp_path)
+    add_outliers(directory)
+    answers = []
+    with caplog.at_level(logging.INFO):
+        for limits in LIMITS:
+            runner = load(configure(directory, **options, **limits))
+            request = Request(IDS[:9], 9, sampling=GREEDY, details={"logprobs": True})
+            Router(runner, whole=True).run([request])
+            answers.append((request.generated, request.logprobs))
+    assert answers[1:] == answers[:1] * 2
+    figures = [text.split(" by ")[1] for _, text in list_probe_lines(caplog)]
+    assert len(figures) == 3
+    assert figures[0] == figures[1]
+
+
 def test_every_scheme_has_a_usual_loss() -> None:
     assert USUAL.keys() == SCHEMES.keys() - {"none"}
 
@@ -206,7 +230,7 @@ def test_what_cannot_be_checked_is_left_out(tmp_path: Path, caplog: pytest.LogCa
     (machine / "proc" / "self" / "cgroup").write_text("")
     (machine / "proc" / "meminfo").write_text("MemAvailable: 20 kB\n")
     chosen = configure(directory, quantize="bitsandbytes-nf4")
-    arguments = (chosen, config, spec, stepping.ALONE, torch.float32, CpuKernels(), 100)
+    arguments = (chosen, config, spec, stepping.ALONE, torch.float32, CpuKernels())
     assert open_probe(*arguments) is not None
     with caplog.at_level(logging.INFO):
         assert open_probe(*arguments, HostMemory(machine)) is None

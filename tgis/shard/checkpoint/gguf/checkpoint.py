@@ -40,9 +40,11 @@ class GgufCheckpoint:
     def __init__(self, paths: Sequence[Path]):
         try:
             self.files = open_gguf(paths)
-            self._sources = list_sources(self.files, find_architecture(self.files).names)
+            architecture = find_architecture(self.files)
+            self._sources = list_sources(self.files, architecture.names)
         except OperatorError as error:
             raise WeightsError(str(error)) from error
+        self.has_scaled_matrices = architecture.has_scaled_matrices
         self._mapped: dict[Path, mmap.mmap] = {}
         self._taken: dict[str, set[int]] = {}
         self._unreleased_bytes = 0

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,12 +82,12 @@ def open_probe(
     group: ProcessGroup,
     dtype: torch.dtype,
     kernels: Kernels,
-    max_tokens: int,
     memory: HostMemory | None = None,
 ) -> Probe | None:
     """Compute the probe with the unrounded weights, before the model is loaded with the platform's `kernels`.
     Return None if nothing needs it, or it is impossible. All ranks must call this.
-    `settings` is the model's config.json, `max_tokens` the longest prompt of a step, `memory` this machine's.
+    `settings` is the model's config.json, `memory` this machine's. No option that limits lengths or steps
+    changes the result, because the rounded weights depend on it.
 
     Raises WeightsError and ProcessGroupError."""
     needs_factors = _needs_factors(config, kernels)
@@ -95,7 +96,7 @@ def open_probe(
     if find_scheme(config.quantize).layout is None or (config.no_quantize_check and not needs_inputs):
         return None
     path = Path(config.model_path)
-    token_ids = _tokenize(config, spec)[:max_tokens]
+    token_ids = _tokenize(config, spec)
     # Inputs must not depend on the free memory, because a restarted shard must compute the same results.
     can_read = needs_inputs or _has_memory(path, config.quantize, memory or HostMemory())
     if not group.min(int(can_read and len(token_ids) >= MIN_TOKENS)):
@@ -150,20 +151,25 @@ def _tokenize(config: ShardConfig, spec: ModelSpec) -> list[int]:
     except Exception as error:  # the library raises plain exceptions
         logger.info("--quantize %s is not checked: %s", config.quantize, first_line(error))
         return []
-    return ids[:MAX_TOKENS] if all(i < spec.vocab_size for i in ids) else []
+    if not all(i < spec.vocab_size for i in ids):
+        return []
+    return ids[: min(MAX_TOKENS, spec.max_positions or MAX_TOKENS)]
 
 
-def warn_of_loss(probe: Probe, runner: ModelRunner, config: ShardConfig) -> None:
+def warn_of_loss(probe: Probe, runner: ModelRunner, config: ShardConfig, max_sequence_length: int) -> None:
     """Log how much a model runner's log-probabilities differ from the probe's: a warning if it is more than
     usual. All ranks must call this."""
     if config.no_quantize_check:
         return
-    actual = _score(runner, probe.token_ids, config.block_size)
+    token_ids = probe.token_ids[: max_sequence_length - 1]
+    if len(token_ids) < MIN_TOKENS:
+        return
+    actual = _score(runner, token_ids, config.block_size, config.max_step_tokens)
     if config.rank != 0:  # only rank 0's response has log-probabilities
         return
     difference = math.nan
     if actual is not None:
-        difference = float((torch.from_numpy(actual) - probe.logprobs).abs().mean())
+        difference = float((torch.from_numpy(actual) - probe.logprobs[: len(actual)]).abs().mean())
     usual = _find_usual(config)
     if difference <= usual:
         logger.info(
@@ -186,11 +192,30 @@ def _find_usual(config: ShardConfig) -> float:
     return usual + (_USUAL_OF_CACHE if config.kv_cache_dtype.startswith("fp8") else 0)
 
 
-def _score(runner: ModelRunner, token_ids: list[int], block_size: int) -> npt.NDArray[np.float32] | None:
+def _score(
+    runner: ModelRunner, token_ids: list[int], block_size: int, max_step_tokens: int
+) -> npt.NDArray[np.float32] | None:
     """Return a prompt's log-probabilities, or None if they are not finite or on ranks other than 0."""
+    steps = _list_steps(token_ids, block_size, max_step_tokens)
+    responses = [runner.launch(step).answer() for step in steps]  # every rank computes every step
+    runner.reset()
+    details = [each for response in responses for each in response.input_details]
+    if any(response.errors for response in responses) or not details:
+        return None
+    return np.concatenate([np.frombuffer(each.logprobs, "<f4") for each in details])[1:].astype(np.float32)
+
+
+def _list_steps(token_ids: list[int], block_size: int, max_step_tokens: int) -> list[pb.StepRequest]:
+    """Return the steps that compute a prompt."""
     count = len(token_ids)
+    bounds = [*range(0, count, max_step_tokens), count]
+    steps = [
+        pb.StepRequest(rows=_column([0]), starts=_column([start]), ends=_column([end]))
+        for start, end in pairwise(bounds)
+    ]
     num_blocks = -(-count // block_size)
-    row = pb.OpenRow(
+    steps[0].num_new_blocks, steps[0].new_blocks = _column([num_blocks]), _column(range(num_blocks))
+    steps[0].opened_rows.add(
         row=0,
         state_source=-1,
         token_ids=_column(token_ids),
@@ -199,19 +224,7 @@ def _score(runner: ModelRunner, token_ids: list[int], block_size: int) -> npt.ND
         sampling=pb.Sampling(temperature=1),
         details=pb.Details(logprobs=True, input_tokens=True),
     )
-    step = pb.StepRequest(
-        opened_rows=[row],
-        rows=_column([0]),
-        starts=_column([0]),
-        ends=_column([count]),
-        num_new_blocks=_column([num_blocks]),
-        new_blocks=_column(range(num_blocks)),
-    )
-    response = runner.launch(step).answer()
-    runner.reset()
-    if response.errors or not response.input_details:
-        return None
-    return np.frombuffer(response.input_details[0].logprobs, "<f4")[1:].astype(np.float32)
+    return steps
 
 
 def _column(values: Sequence[int]) -> bytes:
