@@ -23,6 +23,7 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.ops import CpuKernels
 from tgis.shard.layers.ops import Product
 from tgis.shard.models import registry, skeleton
+from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.registry import FORMATS
 from tgis.shard.startup import engine_choice
 from tgis.shard.startup.cpu_platform import ON_CPU
@@ -46,7 +47,9 @@ def write(case: str, root: Path, group: int = halves.GROUP) -> tuple[Path, Path]
     return plain, quantized
 
 
-def find_code_packer(kernels: CpuKernels, layout: CodeLayout) -> Callable[[Stored], Product] | None:
+def find_code_packer(
+    kernels: CpuKernels, layout: CodeLayout, role: MatrixRole = "linear"
+) -> Callable[[Stored], Product] | None:
     return halves.pack if layout == halves.make_layout() else None
 
 

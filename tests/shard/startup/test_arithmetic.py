@@ -10,15 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from gguf import GGMLQuantizationType as Type
 
 from tests.support.shard import stepping
 from tests.support.shard.checkpoints import SMALL, write_llama, write_model
 from tests.support.shard.driver import Request, Router, check_company, configure
+from tests.support.shard.gguf_writer import write_gguf
 from tests.support.shard.stepping import Stepper
+from tgis.convert.gguf.model_directory import write_model_directory
 from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.bf16 import kernels, self_check
 from tgis.shard.kernels.cpu.bf16.attention import ROUNDED, BfloatAttention
 from tgis.shard.kernels.cpu.bf16.product import pack_rounded
+from tgis.shard.kernels.cpu.codes import kernels as code_kernels
+from tgis.shard.kernels.cpu.codes.layout import Kind
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.ops import BfloatKernels
@@ -67,6 +72,22 @@ def test_the_gate_of_experts_is_not_rounded(tmp_path: Path) -> None:
     x, inner = torch.randn(3, SMALL["hidden_size"]), torch.randn(3, SMALL["intermediate_size"])
     assert torch.equal(feed._score._multiply(x), plain._score._multiply(x))
     assert not torch.equal(feed._experts[3]._down._multiply(inner), plain._experts[3]._down._multiply(inner))
+
+
+def test_the_gate_of_experts_is_not_rounded_if_it_is_stored_as_codes(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "sliding_window": None, "intermediate_size": 64}
+    write_model(tmp_path, transformers.MixtralConfig(**{**SMALL, **sizes}))
+    write_gguf(tmp_path, tmp_path / "model.gguf", "llama", plain=Type.Q4_0)
+    made = tmp_path / "made"
+    made.mkdir()
+    write_model_directory([tmp_path / "model.gguf"], made)
+    rounding = code_kernels.MULTIPLY[Kind(8, rounds_activations=False)]  # another one than that of 4 bits
+    of_codes = BfloatKernels(pack_rounded, tile_kernels={4: rounding})
+    settings = stepping.read_config(made)
+    model = registry.load(made, settings, stepping.ALONE, torch.float32, of_codes)
+    feed = model._blocks[0]._feed_forward
+    assert feed._experts[3]._down._multiply.kernel is rounding
+    assert feed._score._multiply.kernel is code_kernels.MULTIPLY[Kind(4, rounds_activations=False)]
 
 
 def test_an_engine_answers_the_same_alone_and_in_company(

@@ -113,7 +113,9 @@ class Kernels(Rounder, Protocol):
         """Pack a weight [out_features, in_features]. It is read a few rows at a time, so that it is never in
         memory twice. Raises WeightsError."""
 
-    def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
+    def find_code_packer(
+        self, layout: CodeLayout, role: MatrixRole = "linear"
+    ) -> Callable[[Stored], Product] | None:
         """Return the variant of `pack` for codes of a layout, or None if they must be packed as floats."""
 
     def rounds_inputs(self, layout: CodeLayout) -> bool:
@@ -240,7 +242,9 @@ class Unfused(PortableRounder):
         is_inside = (ids >= begin) & (ids < end)
         return (ids - begin).where(is_inside, 0), is_inside.float()
 
-    def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
+    def find_code_packer(
+        self, layout: CodeLayout, role: MatrixRole = "linear"
+    ) -> Callable[[Stored], Product] | None:
         return None
 
     def rounds_inputs(self, layout: CodeLayout) -> bool:
@@ -312,7 +316,7 @@ class Parts:
             return table
         slices = [Sliced(stored, each, columns) for each in rows]
         part = slices[0] if len(slices) == 1 else StackedRows(slices, stored.label)
-        if (product := self._pack_codes(part)) is not None:
+        if (product := self._pack_codes(part, role)) is not None:
             return product
         layout = stored.layout()
         if layout is not None and columns != ALL and self.kernels.find_code_packer(layout) is not None:
@@ -339,11 +343,11 @@ class Parts:
         others = self.scheme.encode("linear", plain, self.kernels, importance)
         return StackedRows([others, sensitive], stored.label)
 
-    def _pack_codes(self, part: Stored) -> Product | None:
+    def _pack_codes(self, part: Stored, role: MatrixRole) -> Product | None:
         products = []
         for one in [part] if part.layout() is not None else split_by_layout(part):
             layout = one.layout()
-            pack = None if layout is None else self.kernels.find_code_packer(layout)
+            pack = None if layout is None else self.kernels.find_code_packer(layout, role)
             if pack is None:
                 return None
             products.append((pack, one))

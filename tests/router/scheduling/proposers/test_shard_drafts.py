@@ -35,6 +35,8 @@ class Service:
     """Cost of following a sequence for a step."""
     delay_s: float = 0.0
     """Additional time of the next step with drafts."""
+    has_prompts: bool = False
+    """True if every step computes a prompt, too."""
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
@@ -50,9 +52,11 @@ class Service:
 
     def admit(self, sequence: Generation) -> None:
         sequence.is_followed = self.proposer.follows(sequence, len(self.sequences))
+        sequence.row = 0
 
     def replace(self, index: int) -> None:
-        """Replace a sequence by a new one."""
+        """Replace a sequence by a new one. The counts of tokens still refer to it."""
+        self.sequences[index].row = None
         self.sequences[index] = new_sequences(1)[0]
         self.num_tokens[self.sequences[index]] = self.num_drafts[self.sequences[index]] = 0
         self.admit(self.sequences[index])
@@ -87,6 +91,7 @@ class Service:
         count = len(self.sequences)
         num_drafts = sum(result.num_drafts for result in results)
         work = [WorkItem(sequence, 0, 0, 1, True, False, ()) for sequence in self.sequences]
+        work += [WorkItem(self.sequences[0], 0, 0, 9, False, False, ())] * self.has_prompts
         num_followed = sum(sequence.is_followed for sequence in self.sequences)
         self.num_followed += num_followed
         follow_s = num_followed * self.follow_s
@@ -182,6 +187,31 @@ def test_following_costs_little_where_drafts_are_wrong(count: int) -> None:
     before = service.num_followed
     service.run_renewed(6000, lambda _: 0.0)
     assert before < service.num_followed < before + 0.02 * 6000 * count
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_a_trial_ends_where_every_step_has_prompts(count: int) -> None:
+    """Check that following costs little where no step shows the cost of drafts, and that a trial follows."""
+    service = Service(new_sequences(count), draft_s=0.0002, follow_s=ROW_S, has_prompts=True)
+    service.run_renewed(6000, lambda _: 0.9)
+    assert not service.proposer.is_active
+    assert service.speed > 0.95
+    service.has_prompts = False
+    before = sum(service.num_drafts.values())
+    service.run_renewed(600, lambda _: 0.9)
+    assert service.proposer.is_active == (count < 32)
+    assert sum(service.num_drafts.values()) > before
+
+
+def test_a_trial_continues_with_the_next_sequence_when_one_ends() -> None:
+    """Check that a sequence which has ended, and which something still refers to, does not stop a trial."""
+    service = Service(new_sequences(1), draft_s=0.0002).run(100, lambda _: 0.0)
+    assert not service.proposer.is_active
+    for number in range(800):
+        if number % 7 == 6:
+            service.replace(0)
+        service.step(lambda _: 0.9, 1000)
+    assert service.proposer.is_active
 
 
 def test_following_that_costs_more_than_drafts_save_ends() -> None:

@@ -36,8 +36,10 @@ class RecordingKernels(CpuKernels):
         self._record(weight)
         return super().pack(weight, dtype, role)
 
-    def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
-        pack = super().find_code_packer(layout)
+    def find_code_packer(
+        self, layout: CodeLayout, role: MatrixRole = "linear"
+    ) -> Callable[[Stored], Product] | None:
+        pack = super().find_code_packer(layout, role)
 
         def record_and_pack(weight: Stored) -> Product:
             assert pack is not None

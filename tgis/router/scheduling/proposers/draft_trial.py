@@ -11,6 +11,9 @@ NUM_STEPS = 12  # steps with drafts
 MIN_STEPS = 6  # steps with drafts after which a trial ends if no draft was accepted
 MAX_HOPELESS = 3  # steps whose drafts would have cost more than they save even if all had been accepted
 MAX_EMPTY = 4  # steps for which the shards may propose nothing
+# Steps without drafts while sequences are followed. Where prompts are in every step, none is timed, and there
+# would never be drafts.
+MAX_PLAIN = 256
 
 
 class DraftTrial:
@@ -19,6 +22,7 @@ class DraftTrial:
         self.num_accepted = 0
         self._num_hopeless = 0
         self._num_empty = 0
+        self._num_plain = 0
         self._is_due = False
         self._tried: WeakSet[Sequence] = WeakSet()  # in the present turn
 
@@ -41,7 +45,7 @@ class DraftTrial:
     def is_over(self) -> bool:
         has_failed = self.num_steps >= MIN_STEPS and not self.num_accepted
         is_futile = self._num_hopeless >= MAX_HOPELESS or self._num_empty >= MAX_EMPTY
-        return self.num_steps >= NUM_STEPS or has_failed or is_futile
+        return self.num_steps >= NUM_STEPS or has_failed or is_futile or self._num_plain >= MAX_PLAIN
 
     def observe(self, num_accepted: int, is_hopeless: bool) -> None:
         self.num_steps += 1
@@ -50,3 +54,6 @@ class DraftTrial:
 
     def observe_empty(self) -> None:
         self._num_empty += 1
+
+    def observe_plain(self) -> None:
+        self._num_plain += 1

@@ -152,7 +152,7 @@ class ShardDrafts:
 
     def _needs_one(self) -> bool:
         """Return True if a sequence must be followed for a trial, which begins now if it is due."""
-        if self._followed:
+        if any(sequence.row is not None for sequence in self._followed):
             return False
         if self._trial is None and self._num_plain_steps >= self._pause:
             self._trial = DraftTrial()
@@ -195,10 +195,10 @@ class ShardDrafts:
             self._rates.observe(result.num_drafts, result.num_accepted)
             if (rates := self._rates_of.get(result.sequence)) is not None:
                 rates.observe(result.num_drafts, result.num_accepted)
-        if self._trial is not None and step.max_proposed:
-            self._judge(self._trial, step, sum(result.num_accepted for result in results), bool(num_drafts))
-        elif self._trial is None:
+        if self._trial is None:
             self._count_unpaid()
+        elif step.max_proposed or step.num_followed:
+            self._judge(self._trial, step, sum(result.num_accepted for result in results), bool(num_drafts))
 
     def _observe_costs(self, step: Step, num_drafts: int, seconds: float, follow_s: float) -> None:
         if not step.max_proposed:
@@ -213,12 +213,14 @@ class ShardDrafts:
             self._cost_fit.observe(num_drafts, min(max(seconds - plain, 0.0), MAX_COST * plain))
 
     def _judge(self, trial: DraftTrial, step: Step, num_accepted: int, has_drafts: bool) -> None:
-        """Count drafts of the trial. End it if it is over, and decide whether drafts are expected to pay."""
+        """Count a step of the trial. End it if it is over, and decide whether drafts are expected to pay."""
         num_sequences = len(step.work)
         if has_drafts:
             trial.observe(num_accepted, is_hopeless=not self._could_pay(num_sequences))
-        else:
+        elif step.max_proposed:
             trial.observe_empty()
+        else:
+            trial.observe_plain()
         if not trial.is_over:
             return
         self._trial = None

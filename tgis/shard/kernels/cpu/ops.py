@@ -54,10 +54,13 @@ class CpuKernels(CpuRounder, Unfused):
             return self._pack_int8(int8_scheme.Rounded(weight, self))
         return gemm.pack(weight, dtype)
 
-    def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
+    def find_code_packer(
+        self, layout: CodeLayout, role: MatrixRole = "linear"
+    ) -> Callable[[Stored], Product] | None:
         if layout == int8_scheme.LAYOUT:
             return self._pack_int8
-        return code_product.find_packer(layout, self._rounds_activations, self.tile_kernels)
+        tile_kernels = code_product.NO_KERNELS if role == "replicated" else self.tile_kernels
+        return code_product.find_packer(layout, self._rounds_activations, tile_kernels)
 
     def rounds_inputs(self, layout: CodeLayout) -> bool:
         if layout.rounds_activations:
