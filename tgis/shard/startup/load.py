@@ -458,6 +458,7 @@ def _make_platform(
         reason = "the weights are not quantized" if device.type == "cpu" else "the model runs on a GPU"
         logger.warning("--activations %s has no effect: %s", config.activations, reason)
     multiplies_int8 = rounds or layout == int8.LAYOUT
+    multiplies_codes = layout not in (None, int8.LAYOUT) and (not rounds or bool(layout.table))
     # Other products cannot use AMX.
     may_use_amx = config.cpu_amx == "auto" and (multiplies_int8 or config.cpu_arithmetic != "float32")
     return choose_platform.make_platform(
@@ -471,7 +472,7 @@ def _make_platform(
         choice.spec,
         config.world_size,
         multiplies_int8,
-        layout not in (None, int8.LAYOUT),
+        multiplies_codes,
     )
 
 
