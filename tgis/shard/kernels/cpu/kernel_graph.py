@@ -1,5 +1,9 @@
 """Kernel graphs: recorded kernel launches of a step that are replayed without Python, the CPU's counterpart
-of CUDA graphs. All threads run through the list together, so no thread is woken between two kernels."""
+of CUDA graphs. All threads run through the list, so no thread is woken between two kernels.
+
+A thread goes on to the next kernel when no unit of work is left and all threads that have entered the kernel
+have left it. It does not wait for a thread that has not entered, which may have lost its processor to another
+process: the others do its share."""
 
 import math
 import weakref
@@ -22,10 +26,9 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     operands,
     ordered,
     pointer,
-    team_size_address,
 )
 from tgis.shard.kernels.cpu.jit.llvm import I64
-from tgis.shard.kernels.cpu.jit.waiting import call_function, library_address, pause
+from tgis.shard.kernels.cpu.jit.waiting import call_function, full_fence, library_address, pause
 
 _ALIGNMENT = 64
 # Polls before a waiting thread yields its processor, which the awaited thread may need.
@@ -81,32 +84,41 @@ class KernelGraph:
         self.launches = launches
         # A kernel counts its units of work in its first argument, so the arguments of kernels have separate
         # cache lines.
-        self._args = [_aligned([0, *launch.args]) for launch in launches]
-        addresses = (args.ctypes.data for args in self._args)
+        width = max((len(launch.args) + 1 for launch in launches), default=1)
+        self._args = _aligned(len(launches), width)
+        for row, launch in zip(self._args, launches, strict=True):
+            row[1 : len(launch.args) + 1] = launch.args
+        addresses = [row.ctypes.data for row in self._args]
         rows = [(launch.kernel.address, args) for launch, args in zip(launches, addresses, strict=True)]
         self._table = np.array(rows, np.int64)  # [num_kernels, 2]
-        self._arrived = _aligned([0])
+        self._threads = _aligned(len(launches), 1)
         self._checks = {launch.check for launch in launches if launch.check is not None}
 
     def replay(self) -> None:
         """Run the kernels on all of torch's threads, and then their checks, each once."""
-        self._arrived[0] = 0
-        addresses = (self._table.ctypes.data, self._arrived.ctypes.data, *_FUNCTIONS)
+        self._args[:, 0] = 0
+        self._threads[:] = 0
+        addresses = (
+            self._table.ctypes.data,
+            self._threads.ctypes.data,
+            self._threads.strides[0],
+            _SCHED_YIELD,
+        )
         replay.parallel(len(self.launches), *addresses)
         for check in self._checks:
             check()
 
 
-def _aligned(values: list[int]) -> Any:
-    """Return the values as int64 in separate cache lines."""
-    memory = np.zeros(len(values) + 2 * _ALIGNMENT // 8, np.int64)
+def _aligned(count: int, width: int) -> Any:
+    """Return zeros, int64 [count, width], whose rows are in separate cache lines."""
+    line = _ALIGNMENT // 8
+    pitch = -(-width // line) * line
+    memory = np.zeros(count * pitch + line, np.int64)
     begin = -memory.ctypes.data % _ALIGNMENT // 8
-    memory[begin : begin + len(values)] = values
-    return memory[begin : begin + len(values)]
+    return memory[begin : begin + count * pitch].reshape(count, pitch)
 
 
-# Addresses of the functions that yield the processor and that return the number of threads.
-_FUNCTIONS = (library_address("sched_yield"), team_size_address())
+_SCHED_YIELD = library_address("sched_yield")
 _VOID_OF_ADDRESS = ir.FunctionType(ir.VoidType(), [I64.as_pointer()])
 
 
@@ -115,34 +127,36 @@ def _call_kernel(b: Any, entry: Any, args: Any) -> None:
     b.call(llvm.pointer_to(b, _VOID_OF_ADDRESS, entry), [llvm.pointer_to(b, I64, args)])
 
 
-# Counts a thread that has finished a kernel. Writes of all threads are visible to the last one.
-_arrive = atomic_add(1, "acq_rel")
+# The upper half of a kernel's word counts the threads that have entered it, the lower half those that left.
+_enter, _leave = atomic_add(1 << 32, "acq_rel"), atomic_add(1, "acq_rel")
 
 
 @ordered
-def _await(arrived: Any, expected: int, yield_address: int) -> None:
+def _await_others(threads: Any, yield_address: int) -> None:
+    """Wait until all threads that have entered a kernel have left it."""
     polls = 0
-    while load_acquire(arrived) < expected:
+    word = load_acquire(threads)
+    while word >> 32 != word & 0xFFFFFFFF:
         pause()
         polls += 1
         if polls > _MAX_POLLS:
             call_function(yield_address)
+        word = load_acquire(threads)
 
 
 def _replay(args: Any) -> None:
-    num_kernels, table_address, arrived_address, yield_address, team_size = operands(args, 1, 5)
+    num_kernels, table_address, threads_address, stride, yield_address = operands(args, 1, 5)
     table = carray(pointer(table_address, _I64), (num_kernels, 2))
-    arrived = pointer(arrived_address, _I64)
-    num_threads = call_function(team_size) if team_size else 1
     for i in range(num_kernels):
+        threads = pointer(threads_address + stride * i, _I64)
+        _enter(threads)
+        # Units are taken without an order. With the fences, a thread that finds none left knows of all
+        # threads that have taken one.
+        full_fence()
         _call_kernel(table[i, 0], table[i, 1])
-        expected = (i + 1) * num_threads
-        if _arrive(arrived) + 1 == expected:
-            carray(pointer(table[i, 1], _I64), 1)[0] = (
-                0  # reset for the next replay; all threads have left the kernel
-            )
-        else:
-            _await(arrived, expected, yield_address)
+        full_fence()
+        _leave(threads)
+        _await_others(threads, yield_address)
 
 
 replay = Kernel(_replay)

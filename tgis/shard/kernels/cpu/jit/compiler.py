@@ -171,14 +171,6 @@ def _find_parallel() -> Callable[..., None] | None:
 _parallel = _find_parallel()
 
 
-def team_size_address() -> int:
-    """Return the address of a C function int() that returns a kernel's number of threads; 0 if it is always
-    1."""
-    if _parallel is None:
-        return 0
-    return address_of(ctypes.CDLL("libgomp.so.1").omp_get_num_threads)
-
-
 def address_of(function: Any) -> int:
     """Return the address of a library's function."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
