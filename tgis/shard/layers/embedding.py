@@ -41,7 +41,7 @@ class Embedding:
             x = torch.zeros(len(token_ids), self._table.width, device=token_ids.device)
         else:
             ids, is_own = self._kernels.select_ids(token_ids, self._share.start, self._share.stop)
-            x = self._kernels.scale_rows(self._table.look_up(ids), is_own)
+            x = self._kernels.clear_rows(self._table.look_up(ids), is_own)
         return self._group.all_reduce(x)
 
 

@@ -151,6 +151,10 @@ class Kernels(Rounder, Protocol):
         """Return id - begin, int64 [num_tokens], and 1, float32 [num_tokens], for each id from `begin` to
         `end`; 0 and 0 for all others."""
 
+    def clear_rows(self, x: Tensor, is_kept: Tensor) -> Tensor:
+        """Set rows of x, [num_tokens, size], to 0 where `is_kept`, float32 [num_tokens], is 0, in place, and
+        return x. Unlike products with 0, this also clears NaN and infinity."""
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Add y, [num_tokens, size] or [size], to x in place and return x. In this method,
         `multiply_sigmoid`, `scale` and `clamp`, x may have a row stride larger than `size`."""
@@ -235,12 +239,15 @@ class Kernels(Rounder, Protocol):
 
 
 class Unfused(PortableRounder):
-    """Default methods for platforms that do not fuse layers, have no products of codes, and round weights and
-    select ids with torch."""
+    """Default methods for platforms that do not fuse layers, have no products of codes, and round weights,
+    select ids and clear rows with torch."""
 
     def select_ids(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
         is_inside = (ids >= begin) & (ids < end)
         return (ids - begin).where(is_inside, 0), is_inside.float()
+
+    def clear_rows(self, x: Tensor, is_kept: Tensor) -> Tensor:
+        return x.masked_fill_((is_kept == 0).unsqueeze(1), 0.0)
 
     def find_code_packer(
         self, layout: CodeLayout, role: MatrixRole = "linear"

@@ -105,13 +105,17 @@ def _aborts(served: EngineApi, message: pb.AbortRequest) -> bool:
 
 
 def test_an_aborted_answer_has_one_end_for_each_text(served: EngineApi) -> None:
-    """The client reads nothing until the abort, so that the service still sends the texts."""
+    """The client reads nothing until the abort, so that the service still sends the texts. Its connection
+    takes two or three texts at once."""
     sampling = pb.SamplingParams(n=16, ignore_eos=True, max_tokens=150, logprobs=20)
     message = pb.GenerateRequest(request_id="slow", text=PROMPT, sampling_params=sampling)
-    call = served.stub.Generate(message)
-    call.initial_metadata()  # it comes with the first text
-    assert _aborts(served, pb.AbortRequest(request_ids=["slow"]))
-    ends = [(answer.complete.index, answer.complete.finish_reason) for answer in call]
+    target = f"127.0.0.1:{served.setup.service.grpc_port}"
+    small = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0)]
+    with grpc.insecure_channel(target, small) as channel:
+        call = VllmEngineStub(channel).Generate(message)  # type: ignore[no-untyped-call]
+        call.initial_metadata()  # it comes with the first text
+        assert _aborts(served, pb.AbortRequest(request_ids=["slow"]))
+        ends = [(answer.complete.index, answer.complete.finish_reason) for answer in call]
     num_sent = sum(reason == "length" for _, reason in ends)
     assert 0 < num_sent < 16
     assert ends == [(index, "length" if index < num_sent else "abort") for index in range(16)]

@@ -112,6 +112,10 @@ class CpuKernels(CpuRounder, Unfused):
         embedding.select_ids(count, begin, end, ids.data_ptr(), local.data_ptr(), is_inside.data_ptr())
         return local, is_inside
 
+    def clear_rows(self, x: Tensor, is_kept: Tensor) -> Tensor:
+        embedding.clear_rows(*x.shape, x.data_ptr(), is_kept.data_ptr())
+        return x
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return _change(x, "add", other=y.data_ptr(), stride=y.stride(0) if y.dim() > 1 else 0)
 

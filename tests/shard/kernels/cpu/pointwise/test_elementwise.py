@@ -98,3 +98,10 @@ def test_ids_of_a_part_of_a_table() -> None:
         assert local.tolist() == [0, 0, 0, 4, 1, 0]
         assert is_inside.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
         assert local.dtype == torch.int64
+        x = torch.full((6, 40), torch.nan)
+        x[0] = 1.0
+        cleared = kernels.clear_rows(x, torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.0]))
+        assert cleared is x
+        assert cleared[[1, 2, 3, 5]].eq(0).all()
+        assert cleared[0].eq(1).all()
+        assert cleared[4].isnan().all()

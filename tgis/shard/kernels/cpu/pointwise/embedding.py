@@ -1,5 +1,5 @@
-"""Compiled kernels that look up rows of an embedding table, which is stored in the weights' type, and select
-the ids of a rank's part of it."""
+"""Compiled kernels that look up rows of an embedding table, which is stored in the weights' type, select
+the ids of a rank's part of it, and clear the rows of others."""
 
 from typing import Any
 
@@ -54,3 +54,17 @@ def _select_ids(args: Any) -> None:
 
 
 select_ids = Kernel(_select_ids)
+
+
+def _clear_rows(args: Any) -> None:
+    num_rows, size, x_address, kept_address = operands(args, 1, 4)
+    x = carray(pointer(x_address, _F32), (num_rows, size))
+    is_kept = carray(pointer(kept_address, _F32), (num_rows,))
+    row = next_unit(args)
+    while row < num_rows:
+        if is_kept[row] == 0:
+            x[row] = 0
+        row = next_unit(args)
+
+
+clear_rows = Kernel(_clear_rows)

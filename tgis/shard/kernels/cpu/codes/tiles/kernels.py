@@ -166,10 +166,11 @@ def _multiply_panel(
     element: Any,
 ) -> int:
     """Compute sums[rows, COLUMNS] = x @ a panel. The thread's next panel is `following`. `scratch` is the
-    address of scales and offsets, a widened piece, the sums of a piece, and the sums. Return the number of
+    address of scales and offsets, two widened pieces, the sums of a piece, and the sums. Return the number of
     rows for which tiles are configured."""
     wide = scratch + 2 * PLANE
-    cells = wide + 2 * _WIDE_PIECE
+    next_wide = wide + _WIDE_PIECE
+    cells = next_wide + _WIDE_PIECE
     sums = cells + _CELLS
     carray(pointer(sums, _F32), (rows * COLUMNS,))[:] = np.float32(0)
     at = w.panels + panel * panel_bytes(w)
@@ -183,11 +184,10 @@ def _multiply_panel(
         prefetch_lines(ahead, w.scale_bytes)
         scales = find_scales(w, panel, piece, at, scratch, w.centre)
         # The next piece is widened first, because tiles cannot be loaded from memory that is just written.
-        own, wide = wide, 2 * scratch + 4 * PLANE + _WIDE_PIECE - wide
         if piece + 1 < pieces:
             codes = at + piece_bytes + w.scale_bytes
             soon = ahead + w.scale_bytes
-            widen_to_pairs(wide, codes, count_units(w, piece + 1), w.table, soon, element)
+            widen_to_pairs(next_wide, codes, count_units(w, piece + 1), w.table, soon, element)
         offsets, zeros = (scales + PLANE) * w.has_offsets, find_zeros(w, panel, piece)
         begin = x + piece * count_rows_bytes(w, rows)
         for row in range(0, rows, TILE_ROWS):
@@ -198,8 +198,9 @@ def _multiply_panel(
                 configured = height
             source, to = begin + row * w.row_bytes, sums + row * PAIR_ROW
             row_sums = begin + rows * w.row_bytes + 4 * row
-            _multiply_piece(memory, cells, source, w.row_bytes, own, steps, depth * PAIR_ROW)
+            _multiply_piece(memory, cells, source, w.row_bytes, wide, steps, depth * PAIR_ROW)
             _add_cells(to, cells, height, row_sums, scales, offsets, zeros)
+        wide, next_wide = next_wide, wide
         at += units * w.unit_bytes + w.scale_bytes
     return configured
 
