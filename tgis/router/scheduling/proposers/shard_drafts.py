@@ -20,13 +20,14 @@ FIRST_RATE = 0.5  # initial acceptance rate of every position
 FIRST_WEIGHT = 3  # number of observations that rates stand for at the beginning of a trial
 MIN_WEIGHT = 1 / 64  # minimum weight of the newest draft in the rates of all sequences together
 SEQUENCE_WEIGHT = 1 / 16  # weight of the newest draft in the rates of its own sequence
-COST_DECAY = (
-    0.98  # factor by which each observed cost, or time of following, reduces the weight of earlier ones
-)
+COST_DECAY = 0.93  # factor by which each observed cost reduces the weight of earlier ones
+FOLLOW_DECAY = 0.98  # factor by which each observed time of following reduces the weight of earlier ones
 MAX_COST = 4.0  # limit of an observed cost, in steps without drafts: more is a delay that has another cause
 FIRST_COST = 0.25  # limit of a draft's cost before the first one is observed, as a fraction of a step
-# The shards are idle between two steps for this fraction of a step if every sequence waits for its answer.
+# The shards are idle between two steps for about this fraction of a step if every sequence waits for its
+# answer, and no longer than the router takes for a step.
 WAIT_FRACTION = 0.15
+ROUTER_STEP_S, ROUTER_SEQUENCE_S = 1e-3, 3e-5
 # After this number of steps in which drafts do not pay, the shards' speculator stops following the sequences.
 MAX_UNPAID_STEPS = 64
 # From then on, a new sequence is followed for a trial after this number of steps without drafts, after twice
@@ -96,7 +97,7 @@ class ShardDrafts:
         self._rates = AcceptanceRates([FIRST_RATE] * max_drafts, MIN_WEIGHT, FIRST_WEIGHT)
         self._rates_of: WeakKeyDictionary[Sequence, AcceptanceRates] = WeakKeyDictionary()
         self._cost_fit = LinearFit(COST_DECAY)
-        self._follow_fit = LinearFit(COST_DECAY)
+        self._follow_fit = LinearFit(FOLLOW_DECAY)
         self._costs = Costs(0.0, 0.0, 0.0)
         self._left = 0
         self._pays = False
@@ -279,11 +280,12 @@ class ShardDrafts:
     def _find_costs(self, step: float, num_sequences: int, num_followed: int) -> Costs:
         """Return the costs in a step that takes `step` seconds without drafts, following included."""
         saved = max(step - self._predict_following(num_followed), 0.0) / num_sequences
+        wait_s = min(WAIT_FRACTION * step, ROUTER_STEP_S + num_sequences * ROUTER_SEQUENCE_S)
         if self._cost_fit.is_empty:
             per_draft = min(self._predict(num_sequences + 1) - step, FIRST_COST * step)
-            return Costs(saved, per_draft, WAIT_FRACTION * step)
+            return Costs(saved, per_draft, wait_s)
         per_step, per_draft = self._cost_fit.solve()
-        return Costs(saved, per_draft, per_step + WAIT_FRACTION * step)
+        return Costs(saved, per_draft, per_step + wait_s)
 
 
 def find_best(chances: list[float], costs: Costs) -> tuple[int, float]:
