@@ -66,7 +66,7 @@ def test_in_a_crowd(client: Client, model: Model) -> None:
     """Send them twice, so that the second time uses the cache."""
     for seed in range(2):
         r = random.Random(seed)
-        asks = [(expected, r.choice((unary, streamed)), r.random() * 0.5) for expected in model.expected]
+        asks = [(expected, r.choice((unary, streamed)), r.random() * 0.05) for expected in model.expected]
         r.shuffle(asks)
 
         def ask(item: tuple[Expected, object, float]) -> pb.GenerationResponse:
@@ -130,6 +130,7 @@ def first_answers() -> dict[tuple[str, int], pb.GenerationResponse]:
     return {}
 
 
+@pytest.mark.slow
 def test_the_tight_services_are_tight(client: Client, service: str) -> None:
     """Otherwise the tests above would not cover their subjects; this test runs last."""
     with urllib.request.urlopen(client.service.http + "/metrics", timeout=10) as response:
