@@ -164,8 +164,8 @@ class ModelOptions:
     cpu_amx: str = option(
         "Use of AMX on CPUs, for --cpu-arithmetic bfloat16, which includes products of quantized weights, "
         "and for products of int8 codes; auto: use it if the processor has it and its results pass a check "
-        "when a shard starts. off: --cpu-arithmetic auto selects float32 on Intel processors, and keys and "
-        "values take twice the memory.",
+        "when a shard starts. off: --cpu-arithmetic auto selects float32 on Intel processors, so that keys "
+        "and values of GGUF files take twice the memory.",
         "auto",
         choices=("auto", "off"),
         group=Group.MEMORY,

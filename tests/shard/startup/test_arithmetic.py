@@ -186,6 +186,23 @@ def test_the_default_is_bfloat16_for_16_bits_where_the_processor_is_faster(
     )
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_the_default_of_quantized_weights_is_bfloat16_where_the_processor_is_faster(
+    is_fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llama(tmp_path, dtype=torch.float32)
+    monkeypatch.setattr(pairs, "are_fast", lambda: is_fast)
+    options = {"cpu_arithmetic": "auto", "cpu_amx": "off", "no_quantize_check": True}
+    plan = prepare(configure(tmp_path, quantize="int4", **options))
+    assert plan.config.cpu_arithmetic == ("bfloat16" if is_fast else "float32")
+
+
+def test_an_engine_with_codes_answers_the_same_alone_and_in_company(model_path: Path) -> None:
+    """Codes use AMX tiles if the processor has them."""
+    runner = load(configure(model_path, cpu_arithmetic="bfloat16", quantize="int4", cpu_threads=2))
+    check_company(runner)
+
+
 def test_the_type_of_the_option_decides_too(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "are_fast", lambda: True)
     plan = prepare(configure(model_path, cpu_arithmetic="auto", dtype="float16"))

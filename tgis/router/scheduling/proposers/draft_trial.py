@@ -4,9 +4,8 @@ from weakref import WeakSet
 
 from tgis.router.sequence import Sequence
 
-SPACING = (
-    4  # steps without drafts before each step with some, so that a trial covers a large part of an answer
-)
+# Steps without drafts before each step with some, so that a trial covers a large part of an answer.
+SPACING = 4
 NUM_STEPS = 12  # steps with drafts
 MIN_STEPS = 6  # steps with drafts after which a trial ends if no draft was accepted
 MAX_HOPELESS = 3  # steps whose drafts would have cost more than they save even if all had been accepted
