@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.shard.attention_scene import PLAIN, SCORINGS, Scene, Shape
 from tests.support.shard.emulated_tiles import compile_emulated
-from tgis.shard.attention.interface import Scoring
+from tgis.shard.attention.interface import Scoring, StepLayout
 from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.attention.amx.products import DEPTH
 from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttention
@@ -27,6 +27,7 @@ from tgis.shard.kernels.cpu.bf16.attention import (
 )
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.memory.kv_cache import KVCache
 
 BF16 = torch.bfloat16
 KERNELS = {"rounded": ROUNDED, "pairs": PAIRS, "tiles": TILES}
@@ -130,6 +131,37 @@ def check(scene: Scene, scoring: Scoring) -> None:
     # A weight halfway between two bfloat16 numbers may be rounded either way.
     assert difference.max() < 2e-3
     assert difference.mean() < 1e-4
+
+
+@pytest.mark.skipif(PAIRS is None, reason="the processor does not multiply pairs")
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (96, 32), (128, 48), (24, 16)])
+@pytest.mark.parametrize("start", [0, 5, 16, 40])
+def test_tokens_are_written_the_same_alone_and_in_groups(head_dim: int, block_size: int, start: int) -> None:
+    """Whole groups of tokens are transposed at once. Steps have other tokens before them."""
+    assert PAIRS is not None
+    end, num_heads = 240, 2
+    k, v = torch.randn(2, end + 1, num_heads, head_dim)
+    blocks = torch.randperm(end // block_size + 2, dtype=torch.int32)
+    tables = torch.stack((blocks.roll(1), blocks))  # the other sequence has one token, in the last block
+    caches = []
+    for starts in ([start], range(start, end)):
+        cache = KVCache(1, len(blocks), block_size, num_heads, head_dim, BF16)
+        for pages in (*cache.keys, *cache.values):
+            pages.zero_()
+        attention = CpuAttention(cache, PAIRS)
+        for first, last in zip(starts, [*starts[1:], end], strict=True):
+            rows = [end, *range(first, last)]  # of k and v
+            positions = torch.tensor([0, *range(first, last)])
+            bounds = torch.tensor([0, 1, 1 + last - first], dtype=torch.int32)
+            layout = StepLayout(bounds, positions, torch.tensor([1, last], dtype=torch.int32), tables)
+            attention.keep(0, k[rows], v[rows], attention.plan(layout, "self"))
+        caches.append(cache)
+    one, other = caches
+    assert torch.equal(one.keys[0], other.keys[0])
+    assert torch.equal(one.values[0], other.values[0])
+    keys, values = CpuAttention(one, PAIRS).read(0, blocks, end)
+    assert torch.equal(keys[:, start:], k[start:end].transpose(0, 1).bfloat16().float())
+    assert torch.equal(values[:, start:], v[start:end].transpose(0, 1).bfloat16().float())
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

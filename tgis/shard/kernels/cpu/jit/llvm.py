@@ -68,6 +68,21 @@ def shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
+def transpose(b: Any, rows: list[Any]) -> list[Any]:
+    """Return the columns of a square matrix as vectors. `rows` are vectors, as many as each has lanes, a
+    power of two."""
+    count, distance = len(rows), 1
+    while distance < count:
+        moved = list(rows)
+        for i in (i for i in range(count) if not i & distance):
+            x, y = rows[i], rows[i + distance]
+            low = [lane + count - distance if lane & distance else lane for lane in range(count)]
+            high = [lane + count if lane & distance else lane + distance for lane in range(count)]
+            moved[i], moved[i + distance] = shuffle(b, x, y, low), shuffle(b, x, y, high)
+        rows, distance = moved, 2 * distance
+    return rows
+
+
 def call(b: Any, name: str, result: Any, *args: Any) -> Any:
     """Call an LLVM intrinsic or a library's function by name."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
