@@ -21,12 +21,12 @@ from tgis.convert.gguf.model_directory import write_model_directory
 from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.bf16 import kernels, self_check
 from tgis.shard.kernels.cpu.bf16.attention import ROUNDED, BfloatAttention
+from tgis.shard.kernels.cpu.bf16.ops import BfloatKernels
 from tgis.shard.kernels.cpu.bf16.product import pack_rounded
 from tgis.shard.kernels.cpu.codes import kernels as code_kernels
 from tgis.shard.kernels.cpu.codes.layout import Kind
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit import llvm
-from tgis.shard.kernels.cpu.ops import BfloatKernels
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError

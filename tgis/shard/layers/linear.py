@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, TokenAdapters
-from tgis.shard.layers.ops import BiasedProduct, Parts
+from tgis.shard.layers.ops import BiasedProduct, Parts, Product
 
 
 class LoraAddition:
@@ -56,6 +56,9 @@ class ColumnParallel:
     def as_product(self, adapters: TokenAdapters | None) -> BiasedProduct | None:
         return None if self._adapt.is_needed(adapters) else BiasedProduct(self._multiply, self._bias)
 
+    def input_product(self, adapters: TokenAdapters | None) -> Product | None:
+        return None if self._adapt.is_needed(adapters) else self._multiply
+
 
 class RowParallel:
     """Linear layer y = x W^T + b with the columns of W split over ranks: [num_tokens, own columns] ->
@@ -77,6 +80,9 @@ class RowParallel:
     def as_product(self, adapters: TokenAdapters | None) -> BiasedProduct | None:
         does_more = self._group.size > 1 or self._adapt.is_needed(adapters)
         return None if does_more else BiasedProduct(self._multiply, self._bias)
+
+    def input_product(self, adapters: TokenAdapters | None) -> Product | None:
+        return None if self._adapt.is_needed(adapters) else self._multiply
 
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Return this rank's summand of the output, without the bias."""

@@ -97,6 +97,9 @@ class LinearLayer(Protocol):
         """Return the product and bias if the layer is nothing else: no adapter changes it, and no sum over
         ranks follows. Platforms fuse such a product with the operations before and after it."""
 
+    def input_product(self, adapters: TokenAdapters | None) -> Product | None:
+        """Return the product if it alone reads the layer's input: no adapter does."""
+
 
 class Kernels(Rounder, Protocol):
     """Kernels of a platform. Activations are contiguous. Results are new unless stated otherwise.
@@ -226,10 +229,12 @@ class Kernels(Rounder, Protocol):
         linear: LinearLayer,
         then: Activation | None,
         adapters: TokenAdapters | None,
+        reader: LinearLayer | None = None,
     ) -> Tensor:
         """Return then(linear(norm(x + delta))), leaving out what is None. Overwrites x with the sum.
 
-        x, delta: [num_tokens, size]. A platform may fuse the parts."""
+        x, delta: [num_tokens, size]. A platform may fuse the parts. If only `reader` reads the result, it may
+        have the type that its product reads fastest."""
 
     def product_add(
         self, x: Tensor, y: Tensor, linear: LinearLayer, adapters: TokenAdapters | None
@@ -271,6 +276,7 @@ class Unfused(PortableRounder):
         linear: LinearLayer,
         then: Activation | None,
         adapters: TokenAdapters | None,
+        reader: LinearLayer | None = None,
     ) -> Tensor:
         y = linear(normalise(self, x, delta, norm), adapters)
         if then is None:

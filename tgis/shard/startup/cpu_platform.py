@@ -11,13 +11,14 @@ from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.kernels.cpu.bf16 import self_check
 from tgis.shard.kernels.cpu.bf16.attention import choose_attention
+from tgis.shard.kernels.cpu.bf16.ops import BfloatKernels
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.codes.tiles import self_check as code_check
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.int8 import self_check as int8_check
 from tgis.shard.kernels.cpu.jit.cache import add_run_directory
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress, is_compiling
-from tgis.shard.kernels.cpu.ops import CPU_KERNELS, BfloatKernels, CpuKernels
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS, CpuKernels
 from tgis.shard.kernels.cpu.shared_memory.collectives import open_collectives
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.startup.host_runner import HostRunners

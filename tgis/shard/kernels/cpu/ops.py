@@ -86,18 +86,12 @@ class CpuKernels(CpuRounder, Unfused):
         _add_low_rank(y, 0, 0, token_ids.data_ptr(), deltas, adapters)
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        out = empty(*x.shape)
-        addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), out.data_ptr())
-        _run(norms.rms_norm, x.shape, *addresses, as_bits(eps))
-        return out
+        return rms_norm(x, delta, weight, eps, empty(*x.shape))
 
     def layer_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        out = empty(*x.shape)
-        addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), _address(bias), out.data_ptr())
-        _run(norms.layer_norm, x.shape, *addresses, as_bits(eps))
-        return out
+        return layer_norm(x, delta, weight, bias, eps, empty(*x.shape))
 
     def look_up(self, table: Tensor, ids: Tensor, offset: int = 0) -> Tensor:
         out = empty(len(ids), table.shape[1])
@@ -192,23 +186,20 @@ class CpuKernels(CpuRounder, Unfused):
 CPU_KERNELS = CpuKernels()
 
 
-class BfloatKernels(CpuKernels):
-    """Kernels with bfloat16 arithmetic, except for products where rounding matters (role "replicated")."""
+def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    """Write the result of `Kernels.rms_norm` to out, float32 or bfloat16, and return it."""
+    addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), out.data_ptr())
+    _run(norms.RMS_NORM[out.dtype], x.shape, *addresses, as_bits(eps))
+    return out
 
-    def __init__(
-        self,
-        pack_bfloat16: Callable[[Stored], Product],
-        rounds_activations: bool = False,
-        int8_kernel: Kernel | None = None,
-        tile_kernels: Mapping[int, Kernel] = code_product.NO_KERNELS,
-    ):
-        super().__init__(rounds_activations, int8_kernel)
-        self._pack_bfloat16 = pack_bfloat16
-        self.tile_kernels = tile_kernels
 
-    def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
-        has_own = role == "replicated" or (role == "head" and self._rounds_activations)
-        return super().pack(weight, dtype, role) if has_own else self._pack_bfloat16(weight)
+def layer_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
+) -> Tensor:
+    """Write the result of `Kernels.layer_norm` to out, float32 or bfloat16, and return it."""
+    addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), _address(bias), out.data_ptr())
+    _run(norms.LAYER_NORM[out.dtype], x.shape, *addresses, as_bits(eps))
+    return out
 
 
 def split_heads(

@@ -41,7 +41,7 @@ _OF_GPUS = tuple(f"{shard.__name__}.{name}" for name in ("kernels.cuda.", "runne
 _OF_EVERY_ARITHMETIC = (
     packing.pack_codes,
     look_up.look_up,
-    norms.rms_norm,
+    norms.RMS_NORM[torch.float32],
     activations.multiply_gated,
     heads.angles,
     heads.split_heads,
@@ -71,8 +71,8 @@ def usual_kernels() -> tuple[Kernel, ...]:
     pack = PACK[torch.float32.itemsize]
     if has_tiles:
         assert TILES is not None
-        assert tiles.MULTIPLY_TILES is not None
-        products = (tiles.MULTIPLY_TILES, tiles.round_pairs, *(MULTIPLY_ON_TILES[bits] for bits in _BITS))
+        assert tiles.TILE_KERNELS is not None
+        products = (*tiles.TILE_KERNELS, tiles.round_pairs, *(MULTIPLY_ON_TILES[bits] for bits in _BITS))
         return (*_OF_EVERY_ARITHMETIC, TILES.attend, TILES.write, pack, *products)
     assert MULTIPLY_PAIRS is not None
     return (*_OF_EVERY_ARITHMETIC, PAIRS.attend, PAIRS.write, pack, MULTIPLY_PAIRS, *_multiply_codes())

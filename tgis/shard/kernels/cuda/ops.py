@@ -86,6 +86,7 @@ class CudaKernels(TorchKernels):
         linear: LinearLayer,
         then: Activation | None,
         adapters: TokenAdapters | None,
+        reader: LinearLayer | None = None,
     ) -> Tensor:
         """Implement `Kernels.norm_product`. The result has the weights' type."""
         y = self._multiply(self._normalise(x, delta, norm), linear, adapters)

@@ -179,7 +179,7 @@ class MLP:
 
     def _activate(self, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:
         if self._gate_scale == 1:
-            return self._kernels.norm_product(*source, self._up, self._activation, adapters)
+            return self._kernels.norm_product(*source, self._up, self._activation, adapters, self._down)
         gate_up = self._kernels.norm_product(*source, self._up, None, adapters)
         self._kernels.scale(gate_up[:, : gate_up.shape[1] // 2], self._gate_scale)
         return self._kernels.multiply_gated(gate_up, self._activation.name)

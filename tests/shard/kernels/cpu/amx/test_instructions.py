@@ -24,9 +24,9 @@ from pathlib import Path
 from tgis.shard.kernels.cpu.jit import cache
 cache._BESIDE_SOURCE = Path(sys.argv[1]) / "kept"
 cache._bases = [cache._BESIDE_SOURCE]
-from tgis.shard.kernels.cpu.bf16.tiles import MULTIPLY_TILES
+from tgis.shard.kernels.cpu.bf16.tiles import TILE_KERNELS
 from tgis.shard.kernels.cpu.int8.kernels import MULTIPLY_INT8_TILES
-for name, kernel in (("bf16", MULTIPLY_TILES), ("int8", MULTIPLY_INT8_TILES)):
+for name, kernel in (("bf16", TILE_KERNELS and TILE_KERNELS.multiply), ("int8", MULTIPLY_INT8_TILES)):
     (Path(sys.argv[1]) / name).write_text(kernel._compiled._library.get_asm_str())
 """
 FEATURES = ("amx-tile", "amx-bf16", "amx-int8", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")

@@ -23,22 +23,22 @@ Run = Callable[[list[Tensor], Tensor], None]
 
 def _rms(inputs: list[Tensor], out: Tensor) -> None:
     x, delta, weight = (given.data_ptr() for given in inputs)
-    norms.rms_norm(1, len(out), 1, x, delta, weight, out.data_ptr(), EPS)
+    norms.RMS_NORM[torch.float32](1, len(out), 1, x, delta, weight, out.data_ptr(), EPS)
 
 
 def _rms_without_delta(inputs: list[Tensor], out: Tensor) -> None:
     x, weight = (given.data_ptr() for given in inputs)
-    norms.rms_norm(1, len(out), 1, x, 0, weight, out.data_ptr(), EPS)
+    norms.RMS_NORM[torch.float32](1, len(out), 1, x, 0, weight, out.data_ptr(), EPS)
 
 
 def _layer_norm(inputs: list[Tensor], out: Tensor) -> None:
     x, delta, weight, bias = (given.data_ptr() for given in inputs)
-    norms.layer_norm(1, len(out), 1, x, delta, weight, bias, out.data_ptr(), EPS)
+    norms.LAYER_NORM[torch.float32](1, len(out), 1, x, delta, weight, bias, out.data_ptr(), EPS)
 
 
 def _layer_norm_without_bias(inputs: list[Tensor], out: Tensor) -> None:
     x, weight = (given.data_ptr() for given in inputs)
-    norms.layer_norm(1, len(out), 1, x, 0, weight, 0, out.data_ptr(), EPS)
+    norms.LAYER_NORM[torch.float32](1, len(out), 1, x, 0, weight, 0, out.data_ptr(), EPS)
 
 
 def _activate(name: str, inputs: list[Tensor], out: Tensor) -> None:

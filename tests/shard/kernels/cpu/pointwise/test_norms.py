@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support.shard.layer_parts import parts
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.kernels.cpu.ops import CPU_KERNELS
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS, layer_norm, rms_norm
 from tgis.shard.layers.norm import Norm, NormKind, read_head_norm
 from tgis.shard.layers.ops import Parts
 
@@ -47,6 +47,18 @@ def test_norms(kind: str, size: int) -> None:
     assert torch.equal(ours(total.clone(), None), normed)
     for i in (0, 7, 299):
         assert torch.equal(ours(x[i : i + 1].clone(), delta[i : i + 1]), normed[i : i + 1])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_rounded_norms_are_norms_that_are_rounded(has_bias: bool) -> None:
+    x, delta, weight, bias = torch.randn(9, 70), torch.randn(9, 70), torch.randn(70), torch.randn(70)
+    given = bias if has_bias else None
+    for norm in (partial(layer_norm, bias=given), rms_norm):
+        exact, rounded = (
+            norm(x.clone(), delta, weight, eps=EPS, out=torch.empty(9, 70, dtype=dtype))
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        assert torch.equal(rounded, exact.bfloat16())
 
 
 @pytest.mark.parametrize("offset", [0.0, 5.0, 300.0])

@@ -33,9 +33,9 @@ class PackerChoice(NamedTuple):
 def choose_packer(has_tiles: bool = False) -> PackerChoice:
     """Return the packer of the fastest correct kernel on this processor. `has_tiles` is True if AMX may be
     used."""
-    if not has_tiles or tiles.MULTIPLY_TILES is None:
+    if not has_tiles or tiles.TILE_KERNELS is None:
         return _choose_without_tiles()
-    pack = partial(tile_product.pack, kernel=tiles.MULTIPLY_TILES)
+    pack = partial(tile_product.pack, kernels=tiles.TILE_KERNELS)
     if is_exact(pack, multiply_plainly_by_tiles):
         logger.info("products with bfloat16 arithmetic use AMX tiles")
         return PackerChoice(pack)

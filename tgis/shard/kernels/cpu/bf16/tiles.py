@@ -1,7 +1,7 @@
 """Compiled kernels of products with bfloat16 arithmetic on AMX tiles. x is rounded once to rows of pairs.
 Panels are also rows of pairs, and both are zero-padded to whole tiles."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray
@@ -23,6 +23,7 @@ from tgis.shard.kernels.cpu.amx.inner_loop import (
 from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, operands, ordered, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import stored
+from tgis.shard.kernels.cpu.pointwise.activations import multiply_row
 
 COLUMNS = 32  # columns of x in a row of a tile
 
@@ -30,6 +31,12 @@ _F32, _BF16 = np.float32(0), np.uint16(0)
 _BLOCK = 8  # tiles of columns per pass; with those of a panel, they fill two thirds of the first-level cache
 _MAX_ROWS, _MAX_PANELS = 128, 8  # maximum rows and panels of a unit of work
 _LINE = 64  # bytes of a cache line
+_SUMS_BYTES = _MAX_ROWS * PANEL_ROW  # of a unit's rows and one panel
+
+
+class TileKernels(NamedTuple):
+    multiply: Kernel
+    multiply_gated: Kernel
 
 
 @ordered
@@ -94,7 +101,7 @@ def _multiply_tiles(args: Any) -> None:
     configured = 0
     unit = next_unit(args)
     while unit < groups * group_units:
-        first, begin = unit // group_units * _MAX_ROWS, unit % group_units * unit_panels
+        first, begin = unit % groups * _MAX_ROWS, unit // groups * unit_panels
         rows = min(_MAX_ROWS, m - first)
         for p in range(begin, min(begin + unit_panels, num_panels)):
             panel, source = weights + p * steps * DEPTH * PANEL_ROW, x + first * steps * ROW_BYTES
@@ -111,6 +118,57 @@ def _multiply_tiles(args: Any) -> None:
     keep_alive(scratch)
 
 
+@ordered
+def _write_gated(kind: int, sums: int, rows: int, out: int, stride: int) -> None:
+    """Write activation(gate) * up, rounded, to rows that are `stride` bytes apart. `sums` is the address of
+    the gates, [rows, PANEL], that of as many rows of ups, and memory for as many results."""
+    count = rows * PANEL
+    gates, ups, results = (
+        carray(pointer(sums, _F32), (count,)),
+        carray(pointer(sums + _SUMS_BYTES, _F32), (count,)),
+        carray(pointer(sums + 2 * _SUMS_BYTES, _F32), (count,)),
+    )
+    multiply_row(kind, gates, ups, results)
+    for r in range(rows):
+        rounded = carray(pointer(out + r * stride, _BF16), (PANEL,))
+        for c in range(PANEL):
+            rounded[c] = stored(results[r * PANEL + c], _BF16)
+
+
+def _multiply_gated_tiles(args: Any) -> None:
+    """Compute a product whose columns are gates, then as many ups, both whole panels, and write
+    activation(gate) * up, rounded to bfloat16. Units of work are those of `_multiply_tiles` for the gates."""
+    m, n, steps, threads, x, weights, y, kind = operands(args, 1, 8)
+    groups, num_panels = -(-m // _MAX_ROWS), n // PANEL
+    unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
+    group_units = -(-num_panels // unit_panels)
+    scratch = np.empty(_LINE + 3 * _SUMS_BYTES + MEMORY_BYTES, np.uint8)
+    sums: Any = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
+    memory = sums + 3 * _SUMS_BYTES
+    configured = 0
+    unit = next_unit(args)
+    while unit < groups * group_units:
+        first, begin = unit % groups * _MAX_ROWS, unit // groups * unit_panels
+        rows = min(_MAX_ROWS, m - first)
+        source = x + first * steps * ROW_BYTES
+        for p in range(begin, min(begin + unit_panels, num_panels)):
+            for part in range(2):
+                panel = weights + (p + part * num_panels) * steps * DEPTH * PANEL_ROW
+                to = sums + part * _SUMS_BYTES
+                configured = _multiply_panel(
+                    memory, to, to, PANEL_ROW, source, steps, rows, configured, panel
+                )
+            _write_gated(kind, sums, rows, y + 2 * (first * n + p * PANEL), 2 * n)
+        unit = next_unit(args)
+    if configured > 0:
+        release(memory)
+    keep_alive(scratch)
+
+
 round_pairs = Kernel(_round_pairs)
-MULTIPLY_TILES = None if instructions.INSTRUCTIONS is None else Kernel(_multiply_tiles)
+TILE_KERNELS = (
+    None
+    if instructions.INSTRUCTIONS is None
+    else TileKernels(Kernel(_multiply_tiles), Kernel(_multiply_gated_tiles))
+)
 """None if the processor has no AMX."""

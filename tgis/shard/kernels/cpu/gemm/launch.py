@@ -1,6 +1,6 @@
 """Checks and choices of all products before a kernel is launched."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from torch import Tensor
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 
 
-def check_rows(x: Tensor, in_features: int) -> None:
-    """Check that x is contiguous float32 [num_rows, in_features]."""
+def check_rows(x: Tensor, in_features: int, types: Sequence[torch.dtype] = (torch.float32,)) -> None:
+    """Check that x is contiguous [num_rows, in_features] and of one of these types."""
     assert x.is_contiguous()
-    assert x.dtype == torch.float32
+    assert x.dtype in types
     assert x.shape[1] == in_features
 
 

@@ -94,7 +94,8 @@ def _activate_row(kind: int, x: Any) -> None:
 
 
 @ordered
-def _multiply_row(kind: int, gate: Any, up: Any, out: Any) -> None:
+def multiply_row(kind: int, gate: Any, up: Any, out: Any) -> None:
+    """Write activation(gate) * up to out, all of the same size."""
     if kind == _SILU:
         for i in range(out.shape[0]):
             out[i] = _silu(gate[i]) * up[i]
@@ -135,7 +136,7 @@ def _multiply_gated(args: Any) -> None:
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
-            _multiply_row(kind, x[t, :size], x[t, size:], out[t])
+            multiply_row(kind, x[t, :size], x[t, size:], out[t])
         first = next_unit(args) * rows_per_unit
 
 
