@@ -15,7 +15,7 @@ from tests.support.shard.emulated_tiles import compile_each_emulated
 from tgis.shard.kernels.cpu.amx import instructions, permission
 from tgis.shard.kernels.cpu.bf16 import tile_product
 from tgis.shard.kernels.cpu.bf16.ops import BfloatKernels
-from tgis.shard.kernels.cpu.bf16.tiles import TileKernels
+from tgis.shard.kernels.cpu.bf16.tiles import TileProductKernels
 from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load, prepare
@@ -62,7 +62,7 @@ def test_amx_is_asked_for_where_it_has_a_use(
 @pytest.mark.skipif(panels.PANEL != 32, reason="processors with AMX have AVX-512")
 def test_an_engine_on_tiles_answers_the_same_alone_and_in_company(model_path: Path) -> None:
     names = ("amx.inner_loop", "bf16.tiles")
-    emulated = TileKernels(*compile_each_emulated(names, lambda module: module.TILE_KERNELS))
+    emulated = TileProductKernels(*compile_each_emulated(names, lambda module: module.TILE_KERNELS))
     kernels = BfloatKernels(partial(tile_product.pack, kernels=emulated))
     on = replace(ON_CPU, kernels=kernels, product_dtype=torch.bfloat16)
     runner = load(configure(model_path, cpu_arithmetic="bfloat16", cpu_threads=2), on=on)

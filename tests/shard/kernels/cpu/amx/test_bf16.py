@@ -20,7 +20,7 @@ from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.bf16 import kernels as pair_kernels
 from tgis.shard.kernels.cpu.bf16 import self_check, tile_product, tiles
 from tgis.shard.kernels.cpu.bf16.product import pack_rounded
-from tgis.shard.kernels.cpu.bf16.tiles import TileKernels
+from tgis.shard.kernels.cpu.bf16.tiles import TileProductKernels
 from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.kernels.cpu.pointwise.activations import GATED_KINDS
@@ -32,10 +32,10 @@ COUNTS = [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 127, 128, 129, 144, 145]
 
 
 @pytest.fixture(scope="module", params=["emulated", "the processor's"])
-def kernels(request: pytest.FixtureRequest) -> TileKernels:
+def kernels(request: pytest.FixtureRequest) -> TileProductKernels:
     if request.param == "emulated":
         names = ("amx.inner_loop", "bf16.tiles")
-        return TileKernels(*compile_each_emulated(names, lambda module: module.TILE_KERNELS))
+        return TileProductKernels(*compile_each_emulated(names, lambda module: module.TILE_KERNELS))
     if tiles.TILE_KERNELS is None or permission.ask() is not None:
         pytest.skip("there is no AMX, or the system does not permit it")
     return tiles.TILE_KERNELS
@@ -48,7 +48,7 @@ def _seed() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def pack(weight: Tensor, kernels: TileKernels) -> tile_product.TileProduct:
+def pack(weight: Tensor, kernels: TileProductKernels) -> tile_product.TileProduct:
     return tile_product.pack(TensorInMemory(weight, "a weight"), kernels)
 
 
@@ -71,7 +71,7 @@ def multiply_by_the_manual(x: Tensor, weight: Tensor) -> npt.NDArray[np.float32]
     return y
 
 
-def test_sums_are_those_of_the_manual(kernels: TileKernels) -> None:
+def test_sums_are_those_of_the_manual(kernels: TileProductKernels) -> None:
     weight, x = torch.randn(35, 530), torch.randn(18, 530)
     actual = pack(weight, kernels)(x)
     assert np.array_equal(actual.numpy(), multiply_by_the_manual(x, weight))
@@ -79,7 +79,7 @@ def test_sums_are_those_of_the_manual(kernels: TileKernels) -> None:
     assert not torch.equal(self_check.multiply_plainly(x, weight), actual), "one chain gives other bits"
 
 
-def test_tiny_numbers_are_zeros(kernels: TileKernels) -> None:
+def test_tiny_numbers_are_zeros(kernels: TileProductKernels) -> None:
     """Tiny factors, sums within chains, and sums of both chains are flushed."""
     weight = torch.tensor([[1.0, 1.0], [2.0**-130, 1.0], [1.0, -1.0], [2.0**-30, 2.0**30]])
     x = torch.tensor([[2.0**-127, 1.0], [1.5 * 2.0**-126, 2.0**-126], [2.0**100, 2.0**-100], [1.0, 1.0]])
@@ -88,7 +88,7 @@ def test_tiny_numbers_are_zeros(kernels: TileKernels) -> None:
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-def test_rows_are_independent(kernels: TileKernels, in_features: int, out_features: int) -> None:
+def test_rows_are_independent(kernels: TileProductKernels, in_features: int, out_features: int) -> None:
     weight, x = torch.randn(out_features, in_features), torch.randn(145, in_features)
     product = pack(weight, kernels)
     whole, factors = product(x), (x.bfloat16().double(), weight.bfloat16().double().t())
@@ -104,7 +104,7 @@ def test_rows_are_independent(kernels: TileKernels, in_features: int, out_featur
     ("num_rows", "in_features", "out_features"), [(1, 1, 1), (17, 33, 40), (145, 544, 65)]
 )
 def test_nothing_else_is_read_or_written(
-    kernels: TileKernels, num_rows: int, in_features: int, out_features: int, monkeypatch: pytest.MonkeyPatch
+    kernels: TileProductKernels, num_rows: int, in_features: int, out_features: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, x = torch.randn(out_features, in_features), torch.randn(num_rows, in_features)
     expected = pack(weight, kernels)(x)
@@ -114,7 +114,7 @@ def test_nothing_else_is_read_or_written(
     assert torch.equal(pack(weight, kernels)(guarded), expected)
 
 
-def test_rounded_rows_are_read_where_they_are_whole_tiles(kernels: TileKernels) -> None:
+def test_rounded_rows_are_read_where_they_are_whole_tiles(kernels: TileProductKernels) -> None:
     x = torch.randn(37, 96)
     product = pack(torch.randn(70, 96), kernels)
     assert torch.equal(product(x.bfloat16()), product(x))
@@ -123,7 +123,7 @@ def test_rounded_rows_are_read_where_they_are_whole_tiles(kernels: TileKernels) 
 
 
 @pytest.mark.parametrize("name", GATED_KINDS)
-def test_gated_products_equal_products_that_are_gated_and_rounded(kernels: TileKernels, name: str) -> None:
+def test_gated_products_equal_products_that_are_gated_and_rounded(kernels: TileProductKernels, name: str) -> None:
     """Sizes have one panel of gates or several, and groups of rows with a rest."""
     for num_rows, in_features, size in ((1, 33, 32), (16, 64, 96), (300, 300, 320), (130, 64, 32 * 40)):
         x, product = 3 * torch.randn(num_rows, in_features), pack(torch.randn(2 * size, in_features), kernels)
@@ -135,7 +135,7 @@ def test_gated_products_equal_products_that_are_gated_and_rounded(kernels: TileK
     assert not pack(torch.randn(32, 32), kernels).can_gate
 
 
-def test_gated_products_write_nothing_else(kernels: TileKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_products_write_nothing_else(kernels: TileProductKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     x, product = torch.randn(145, 544), pack(torch.randn(128, 544), kernels)
     expected = product.multiply_gated(x, "silu")
     monkeypatch.setattr(tile_product, "empty", guarded_memory.empty)
@@ -144,12 +144,12 @@ def test_gated_products_write_nothing_else(kernels: TileKernels, monkeypatch: py
     assert torch.equal(product.multiply_gated(guarded, "silu"), expected)
 
 
-def test_a_captured_gated_product_reads_the_current_x(kernels: TileKernels) -> None:
+def test_a_captured_gated_product_reads_the_current_x(kernels: TileProductKernels) -> None:
     product = pack(torch.randn(64, 41), kernels)
     check_replay(partial(product.multiply_gated, name="silu"), torch.randn(3, 41))
 
 
-def test_bits_do_not_depend_on_threads(kernels: TileKernels) -> None:
+def test_bits_do_not_depend_on_threads(kernels: TileProductKernels) -> None:
     weight, x = torch.randn(10 * 32 + 3, 701), torch.randn(450, 701)
     product = pack(weight, kernels)
     expected = product(x)
@@ -159,20 +159,20 @@ def test_bits_do_not_depend_on_threads(kernels: TileKernels) -> None:
             assert torch.equal(product(x[:count]), expected[:count]), f"{count} rows, {num_threads} threads"
 
 
-def test_a_captured_product_reads_the_current_x(kernels: TileKernels) -> None:
+def test_a_captured_product_reads_the_current_x(kernels: TileProductKernels) -> None:
     check_replay(pack(torch.randn(70, 41), kernels), torch.randn(3, 41))
 
 
-def test_numbers_are_rounded_as_torch_does(kernels: TileKernels) -> None:
+def test_numbers_are_rounded_as_torch_does(kernels: TileProductKernels) -> None:
     check_rounding(partial(pack, kernels=kernels))
 
 
-def test_infinity_and_nan_stay_in_their_row(kernels: TileKernels) -> None:
+def test_infinity_and_nan_stay_in_their_row(kernels: TileProductKernels) -> None:
     check_not_finite(pack(torch.randn(40, 21), kernels), torch.randn(9, 21))
 
 
 def test_tiles_are_chosen_where_they_are_right(
-    kernels: TileKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernels: TileProductKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tiles, "TILE_KERNELS", kernels)
     with caplog.at_level(logging.INFO):
@@ -187,7 +187,7 @@ def test_tiles_are_chosen_where_they_are_right(
 
 
 def test_wrong_tiles_are_replaced(
-    kernels: TileKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernels: TileProductKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A kernel that sums in one chain simulates tiles that add in another order."""
     monkeypatch.setattr(tiles, "TILE_KERNELS", kernels)

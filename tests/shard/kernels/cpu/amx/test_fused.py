@@ -15,7 +15,7 @@ from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.bf16 import tile_product
 from tgis.shard.kernels.cpu.bf16.ops import BfloatKernels
-from tgis.shard.kernels.cpu.bf16.tiles import TileKernels
+from tgis.shard.kernels.cpu.bf16.tiles import TileProductKernels
 from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.kernels.cpu.ops import CpuKernels
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
@@ -37,7 +37,7 @@ class SeparateKernels(BfloatKernels):
 @pytest.fixture(scope="module")
 def pack_tiles() -> Callable[..., Product]:
     names = ("amx.inner_loop", "bf16.tiles")
-    kernels = TileKernels(*compile_each_emulated(names, lambda module: module.TILE_KERNELS))
+    kernels = TileProductKernels(*compile_each_emulated(names, lambda module: module.TILE_KERNELS))
     return partial(tile_product.pack, kernels=kernels)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.kernels.cpu.amx.inner_loop import PANEL
 from tgis.shard.kernels.cpu.bf16 import tiles
-from tgis.shard.kernels.cpu.bf16.tiles import TileKernels
+from tgis.shard.kernels.cpu.bf16.tiles import TileProductKernels
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
@@ -28,7 +28,7 @@ class TileProduct:
     panels: Tensor  # uint8, [panels, steps, rows of a tile, PANEL] pairs
     in_features: int
     out_features: int
-    kernels: TileKernels
+    kernels: TileProductKernels
 
     @property
     def reads_rounded(self) -> bool:
@@ -84,7 +84,7 @@ def empty_rounded(num_rows: int, size: int) -> Tensor:
     return empty(num_rows, size // 2).view(torch.bfloat16)
 
 
-def pack(weight: Stored, kernels: TileKernels) -> TileProduct:
+def pack(weight: Stored, kernels: TileProductKernels) -> TileProduct:
     """Pack a weight for kernels that multiply tiles."""
     out_features, in_features = weight.shape
     row_bytes = count_steps(in_features) * tiles.COLUMNS * torch.bfloat16.itemsize

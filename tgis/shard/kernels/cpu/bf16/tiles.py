@@ -34,7 +34,7 @@ _LINE = 64  # bytes of a cache line
 _SUMS_BYTES = _MAX_ROWS * PANEL_ROW  # of a unit's rows and one panel
 
 
-class TileKernels(NamedTuple):
+class TileProductKernels(NamedTuple):
     multiply: Kernel
     multiply_gated: Kernel
 
@@ -169,6 +169,6 @@ round_pairs = Kernel(_round_pairs)
 TILE_KERNELS = (
     None
     if instructions.INSTRUCTIONS is None
-    else TileKernels(Kernel(_multiply_tiles), Kernel(_multiply_gated_tiles))
+    else TileProductKernels(Kernel(_multiply_tiles), Kernel(_multiply_gated_tiles))
 )
 """None if the processor has no AMX."""
