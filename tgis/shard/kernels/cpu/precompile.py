@@ -72,7 +72,11 @@ def usual_kernels() -> tuple[Kernel, ...]:
     if has_tiles:
         assert TILES is not None
         assert tiles.TILE_KERNELS is not None
-        products = (tiles.TILE_KERNELS.multiply, tiles.round_pairs, *(MULTIPLY_ON_TILES[bits] for bits in _BITS))
+        products = (
+            tiles.TILE_KERNELS.multiply,
+            tiles.round_pairs,
+            *(MULTIPLY_ON_TILES[bits] for bits in _BITS),
+        )
         return (*_OF_EVERY_ARITHMETIC, TILES.attend, TILES.write, pack, *products)
     assert MULTIPLY_PAIRS is not None
     return (*_OF_EVERY_ARITHMETIC, PAIRS.attend, PAIRS.write, pack, MULTIPLY_PAIRS, *_multiply_codes())

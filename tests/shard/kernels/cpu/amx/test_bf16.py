@@ -104,7 +104,11 @@ def test_rows_are_independent(kernels: TileProductKernels, in_features: int, out
     ("num_rows", "in_features", "out_features"), [(1, 1, 1), (17, 33, 40), (145, 544, 65)]
 )
 def test_nothing_else_is_read_or_written(
-    kernels: TileProductKernels, num_rows: int, in_features: int, out_features: int, monkeypatch: pytest.MonkeyPatch
+    kernels: TileProductKernels,
+    num_rows: int,
+    in_features: int,
+    out_features: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weight, x = torch.randn(out_features, in_features), torch.randn(num_rows, in_features)
     expected = pack(weight, kernels)(x)
@@ -123,7 +127,9 @@ def test_rounded_rows_are_read_where_they_are_whole_tiles(kernels: TileProductKe
 
 
 @pytest.mark.parametrize("name", GATED_KINDS)
-def test_gated_products_equal_products_that_are_gated_and_rounded(kernels: TileProductKernels, name: str) -> None:
+def test_gated_products_equal_products_that_are_gated_and_rounded(
+    kernels: TileProductKernels, name: str
+) -> None:
     """Sizes have one panel of gates or several, and groups of rows with a rest."""
     for num_rows, in_features, size in ((1, 33, 32), (16, 64, 96), (300, 300, 320), (130, 64, 32 * 40)):
         x, product = 3 * torch.randn(num_rows, in_features), pack(torch.randn(2 * size, in_features), kernels)
@@ -135,7 +141,9 @@ def test_gated_products_equal_products_that_are_gated_and_rounded(kernels: TileP
     assert not pack(torch.randn(32, 32), kernels).can_gate
 
 
-def test_gated_products_write_nothing_else(kernels: TileProductKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_products_write_nothing_else(
+    kernels: TileProductKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, product = torch.randn(145, 544), pack(torch.randn(128, 544), kernels)
     expected = product.multiply_gated(x, "silu")
     monkeypatch.setattr(tile_product, "empty", guarded_memory.empty)
