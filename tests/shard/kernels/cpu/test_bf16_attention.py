@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.shard.attention_scene import PLAIN, SCORINGS, Scene, Shape
 from tests.support.shard.emulated_tiles import compile_emulated
-from tgis.shard.attention.interface import Scoring, StepLayout
+from tgis.shard.attention.interface import AttentionPlan, Scoring, StepLayout
 from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.attention.amx.products import DEPTH
 from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttention
@@ -162,6 +162,33 @@ def test_tokens_are_written_the_same_alone_and_in_groups(head_dim: int, block_si
     keys, values = CpuAttention(one, PAIRS).read(0, blocks, end)
     assert torch.equal(keys[:, start:], k[start:end].transpose(0, 1).bfloat16().float())
     assert torch.equal(values[:, start:], v[start:end].transpose(0, 1).bfloat16().float())
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 4])
+@pytest.mark.parametrize("head_dim", [32, 96])
+def test_tokens_have_the_same_bits_alone_and_in_chunks(
+    kernels: CacheKernels, num_heads: int, head_dim: int
+) -> None:
+    """Few rows are not computed on tiles. Values after the last token are NaN."""
+    length = 131
+    cache = KVCache(1, 5, 32, 1, head_dim, BF16)
+    cache.values[0].view(BF16).fill_(torch.nan)
+    attention = CpuAttention(cache, kernels)
+    q, (k, v) = torch.randn(length, num_heads, head_dim), torch.randn(2, length, 1, head_dim)
+    table = torch.randperm(5, dtype=torch.int32).unsqueeze(0)
+
+    def plan(start: int, end: int) -> AttentionPlan:
+        bounds, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, end - start], [end]))
+        return attention.plan(StepLayout(bounds, torch.arange(start, end), lengths, table), "self")
+
+    for end in range(1, length + 1):
+        attention.keep(0, k[end - 1 : end], v[end - 1 : end], plan(end - 1, end))
+        for scoring in (Scoring(0.3), Scoring(0.3, window=50)):
+            alone = attention.attend(0, q[end - 1 : end], plan(end - 1, end), scoring)
+            start = max(0, end - 17)
+            together = attention.attend(0, q[start:end], plan(start, end), scoring)
+            assert alone.isfinite().all()
+            assert torch.equal(alone[0], together[-1]), f"{end} tokens"
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -1,5 +1,5 @@
 """Attention of one unit of work to a range of keys, on AMX tiles. Rows are processed in blocks of up to
-TILE_ROWS."""
+TILE_ROWS, and few rows without tiles."""
 
 from typing import Any, NamedTuple
 
@@ -9,6 +9,13 @@ from numba import carray
 from tgis.shard.kernels.cpu.amx.inner_loop import DEPTH as TILE_DEPTH
 from tgis.shard.kernels.cpu.amx.inner_loop import ROWS, configure, release, write_shapes
 from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
+from tgis.shard.kernels.cpu.attention.amx.chains import (
+    FEW_ROWS,
+    add_few_narrow,
+    add_few_wide,
+    multiply_few_queries,
+    split_pairs,
+)
 from tgis.shard.kernels.cpu.attention.amx.products import (
     DEPTH,
     NARROW,
@@ -154,6 +161,43 @@ def _attend_block(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s:
 
 
 @reorderable
+def _split_rows(rows: int, to: int, source: int, pitch: int, count: int) -> None:
+    """Write `count` pairs of each row as factors. Rows are `pitch` bytes apart."""
+    for r in range(rows):
+        split_pairs(to + 8 * count * r, source + pitch * r, count)
+
+
+@reorderable
+def _attend_few_rows(span: int, rows: int, u: Any, p: Any, scoring: Any, s: Any, memory: Any) -> None:
+    """Process the span that begins at key `span` for all rows of a unit, at most FEW_ROWS. The queries'
+    factors are in the memory for values."""
+    last = u.position + u.num_tokens - 1
+    num_keys = min(find_end(last, u, scoring) - span, SPAN)
+    if num_keys <= 0 or find_first_key(u.position, scoring) >= span + SPAN:
+        return
+    num_groups = GROUPS if num_keys > SPAN // 2 else GROUPS // 2
+    num_pairs, stride = p.head_dim // pairs.COLUMNS, 4 * p.block_size
+    multiply_few_queries(rows, num_groups, s.scores, memory.values, num_pairs, s.places, stride)
+    if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
+        adjust_rows(0, rows, span, u, scoring, s)
+    if find_end(u.position, u, scoring) - span < SPAN or find_first_key(last, scoring) > span:
+        write_bounds(0, rows, span, u, scoring, s)
+        update_masked_softmax(
+            rows, num_groups, s.scores, s.maxima, s.updates, s.sums, s.length, s.bounds, s.factor
+        )
+    else:
+        update_softmax(rows, s.scores, s.maxima, s.updates, s.sums, s.length, s.factor)
+    _split_rows(rows, memory.out, s.scores, 4 * SPAN, SPAN // pairs.COLUMNS)
+    length, factors, places = 4 * s.length, s.updates + 4 * LANES, s.places + 16 * GROUPS
+    args = (factors, memory.out, places)
+    whole = p.head_dim // (WIDE * LANES) * WIDE * LANES
+    for c in range(0, whole, WIDE * LANES):
+        add_few_wide(rows, s.sums + 4 * c, length, *args, 4 * c, 4 * p.head_dim, num_keys)
+    for c in range(whole, p.head_dim, NARROW * LANES):
+        add_few_narrow(rows, s.sums + 4 * c, length, *args, 4 * c, 4 * p.head_dim, num_keys)
+
+
+@reorderable
 def _attend_keys(
     begin: int,
     end: int,
@@ -168,11 +212,19 @@ def _attend_keys(
 ) -> None:
     """Process keys [begin, end) for all rows of a unit in blocks of TILE_ROWS rows, whatever the height."""
     memory = _divide_memory(p, s)
+    num_rows = u.num_tokens * u.heads
+    has_few = num_rows <= FEW_ROWS
+    for r in range(num_rows if has_few else round_up(num_rows, TILE_ROWS)):
+        start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
+    if has_few:
+        pitch = 4 * (s.length - LANES)
+        _split_rows(num_rows, memory.values, s.q, pitch, p.head_dim // pairs.COLUMNS)
+        for span in range(begin, end, SPAN):
+            move_to_next_span(span, u, following, p, s, element)
+            _attend_few_rows(span, num_rows, u, p, scoring, s, memory)
+        return
     write_shapes(memory.configuration, ROWS, TILE_DEPTH)
     configure(memory.configuration)
-    num_rows = u.num_tokens * u.heads
-    for r in range(round_up(num_rows, TILE_ROWS)):
-        start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
     for span in range(begin, end, SPAN):
         move_to_next_span(span, u, following, p, s, element)
         _copy_values(span, u, p, s, memory)
