@@ -384,3 +384,24 @@ def test_emulated_tiles_have_the_bits_of_the_processor_s(window: int | None) -> 
     scoring, shape = replace(PLAIN, window=window), SHAPES["long_blocks"]
     one, other = (make_scene(each, shape, LENGTHS).attend(WORK, scoring) for each in (TILES, emulated))
     assert all(torch.equal(one[sequence], other[sequence]) for sequence in WORK)
+
+
+@pytest.mark.parametrize("num_heads", [1, 4])
+def test_tiny_sums_have_the_same_bits_alone_and_in_chunks(kernels: CacheKernels, num_heads: int) -> None:
+    """AMX counts products below 2**-126 as zeros. The value of the key with the largest weight is zero."""
+    length, head_dim = 40, 32
+    cache = KVCache(1, 3, 16, 1, head_dim, BF16)
+    attention = CpuAttention(cache, kernels)
+    q, k = torch.ones(length, num_heads, head_dim), torch.zeros(length, 1, head_dim)
+    k[0], v = 1.0, 2.0**-90 * torch.randn(length, 1, head_dim)
+    v[0] = 0.0
+
+    def plan(start: int) -> AttentionPlan:
+        bounds, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, length - start], [length]))
+        table = torch.arange(3, dtype=torch.int32).unsqueeze(0)
+        return attention.plan(StepLayout(bounds, torch.arange(start, length), lengths, table), "self")
+
+    attention.keep(0, k, v, plan(0))
+    alone = attention.attend(0, q[-1:], plan(length - 1), Scoring(25 / head_dim))  # weights of e^-25
+    together = attention.attend(0, q, plan(0), Scoring(25 / head_dim))
+    assert torch.equal(alone[0], together[-1])

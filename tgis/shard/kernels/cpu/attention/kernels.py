@@ -10,6 +10,7 @@ from numba import carray
 
 from tgis.shard.kernels.cpu.amx.instructions import INSTRUCTIONS, TILE_ROWS
 from tgis.shard.kernels.cpu.attention.amx.keys import ELEMENT as TILE_ELEMENT
+from tgis.shard.kernels.cpu.attention.amx.tiny_numbers import flush_tiny_numbers, restore_mode
 from tgis.shard.kernels.cpu.attention.elements.conversion import CACHE_ELEMENTS, as_element
 from tgis.shard.kernels.cpu.attention.elements.float8 import loses_nan
 from tgis.shard.kernels.cpu.attention.elements.int8 import has_scales, write_scale
@@ -142,10 +143,12 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         factors = places + 96 * GROUPS if has_scales(element) else 0
         rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)
         s = Scratch(*rows, updates, bounds, scores, places, factors, rest, factor)
+        mode = flush_tiny_numbers(element)
         is_unit = True
         while is_unit:  # with the call as condition, its code would be in the loop twice
             unit = next_unit(args)
             is_unit = _attend_unit_number(unit, num_threads, queries, step, p, scoring, s, element)
+        restore_mode(mode, element)
         keep_alive(memory)
 
     return Kernel(attend)
