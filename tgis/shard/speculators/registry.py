@@ -18,7 +18,6 @@ from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models import registry as models
 from tgis.shard.models.config_reader import Config
 from tgis.shard.models.interface import Model, ModelSpec, SpeculativeModel, UnsupportedModelError
-from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
@@ -81,8 +80,6 @@ def _check_model(model: Model, name: str) -> SpeculativeModel:
     """Raise UnsupportedModelError if speculators of that name cannot be used with a model."""
     if not isinstance(model, SpeculativeModel):
         raise UnsupportedModelError(f"{name} needs a decoder that the service's own engine runs")
-    if find_state_shape(model.spec, 1) is not None:
-        raise UnsupportedModelError("the model keeps a state, which drafts cannot roll back")
     return model
 
 

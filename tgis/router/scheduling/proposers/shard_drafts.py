@@ -89,10 +89,14 @@ class ShardDrafts:
     rates and costs are those of a trial, not of its first drafts. A service begins with a trial that follows
     all sequences."""
 
-    def __init__(self, max_drafts: int, predict: Callable[[int], float]) -> None:
-        """Create a proposer of at most `max_drafts` per sequence. `predict` returns the duration in seconds
-        of a step with a number of tokens and without drafts."""
+    def __init__(
+        self, max_drafts: int, predict: Callable[[int], float], max_sequences: int | None = None
+    ) -> None:
+        """Create a proposer of at most `max_drafts` per sequence, for at most `max_sequences` in a step if
+        there is such a limit. `predict` returns the duration in seconds of a step with a number of tokens and
+        without drafts."""
         self._max_drafts = max_drafts
+        self._max_sequences = max_sequences
         self._predict = predict
         self._rates = AcceptanceRates([FIRST_RATE] * max_drafts, MIN_WEIGHT, FIRST_WEIGHT)
         self._rates_of: WeakKeyDictionary[Sequence, AcceptanceRates] = WeakKeyDictionary()
@@ -100,6 +104,7 @@ class ShardDrafts:
         self._follow_fit = LinearFit(FOLLOW_DECAY)
         self._costs = Costs(0.0, 0.0, 0.0)
         self._left = 0
+        self._sequences_left = 0
         self._pays = False
         self._trial: DraftTrial | None = DraftTrial()
         self._is_active = True
@@ -122,6 +127,7 @@ class ShardDrafts:
         if max_drafts <= 0 or step <= 0:
             return False
         self._left = max_drafts
+        self._sequences_left = max_drafts if self._max_sequences is None else self._max_sequences
         if self._trial is not None:
             return self._trial.begin(self._num_plain_steps)
         num_followed = min(num_sequences, len(self._followed))
@@ -172,12 +178,13 @@ class ShardDrafts:
         if rates is None:
             rates = self._rates_of[sequence] = self._rates.copy(SEQUENCE_WEIGHT)
         count = 0
-        if max_drafts > 0:
+        if max_drafts > 0 and self._sequences_left:
             count, _ = find_best(rates.chances()[:max_drafts], self._costs)
             if not count and rates.num_skipped >= SEQUENCE_PAUSE:
                 count = 1
         rates.num_skipped += not (count or sequence.num_unanswered)
         self._left -= count
+        self._sequences_left -= count > 0
         return Drafts(max_proposed=count, waits=True)
 
     def _try_drafts(self, sequence: Sequence, max_drafts: int) -> Drafts:
@@ -270,7 +277,8 @@ class ShardDrafts:
         """Return the seconds that the best number of drafts is expected to save in a step, or less than zero
         if it costs more. `num_followed` sequences can have drafts."""
         _, gain = find_best(chances, costs)
-        return num_followed * gain - costs.per_step - self._predict_following(num_followed)
+        num_drafting = min(num_followed, self._max_sequences or num_followed)
+        return num_drafting * gain - costs.per_step - self._predict_following(num_followed)
 
     def _predict_following(self, num_followed: int) -> float:
         """Return the predicted seconds in which the speculator follows a step of that many sequences."""
