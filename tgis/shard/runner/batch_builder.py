@@ -214,7 +214,7 @@ class BatchBuilder:
         places, begins = states.places[slots], layout.begins
         if not len(states.spares):
             first = self._tensor(starts, np.int64) if states.shape.chunk else None
-            return StepStates(states, *(self._tensor(each, np.int64) for each in (places, begins)), first)
+            return StepStates(states, self._tensor(places, np.int64), self._tensor(begins, np.int64), first)
         targets, drafted = places[layout.sequence], None
         some = (ends > self.table.lengths[rows]).nonzero()[0]
         if len(some):

@@ -33,6 +33,9 @@ MAX_UNPAID_STEPS = 64
 # From then on, a new sequence is followed for a trial after this number of steps without drafts, after twice
 # as many if the trial fails, and so on up to the maximum.
 MIN_PAUSE, MAX_PAUSE = 256, 8192
+# One in so many times, a sequence gets another number of drafts than the best one, so that the cost of each
+# draft and the rates of all positions stay known.
+EXPLORING = 64
 SEQUENCE_PAUSE = 32  # steps after which a sequence gets a draft again, although they do not pay for it
 
 
@@ -42,7 +45,7 @@ class AcceptanceRates:
     def __init__(self, rates: Iterable[float], min_weight: float, num_observed: int) -> None:
         self._rates = list(rates)
         self._min_weight = min_weight
-        self._num_observed = num_observed
+        self._num_observed = [num_observed] * len(self._rates)
         self.num_skipped = 0  # steps without drafts since the last ones
 
     def copy(self, weight: float) -> "AcceptanceRates":
@@ -54,13 +57,13 @@ class AcceptanceRates:
 
     def forget(self, num_observed: int) -> None:
         """Give the rates the weight of that many observations."""
-        self._num_observed = num_observed
+        self._num_observed = [num_observed] * len(self._rates)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         self.num_skipped = 0
-        self._num_observed += 1
-        weight = max(1 / self._num_observed, self._min_weight)
         for position in range(min(num_accepted + 1, num_drafts, len(self._rates))):
+            self._num_observed[position] += 1
+            weight = max(1 / self._num_observed[position], self._min_weight)
             self._rates[position] += weight * ((position < num_accepted) - self._rates[position])
 
 
@@ -105,6 +108,7 @@ class ShardDrafts:
         self._costs = Costs(0.0, 0.0, 0.0)
         self._left = 0
         self._sequences_left = 0
+        self._num_drafting = 0  # number of times that a sequence got drafts because they pay
         self._pays = False
         self._trial: DraftTrial | None = DraftTrial()
         self._is_active = True
@@ -118,6 +122,11 @@ class ShardDrafts:
     def is_active(self) -> bool:
         """False while drafts are not expected to pay, so that new sequences are followed only for trials."""
         return self._is_active
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """Measured seconds that drafts add to a step: of having some at all, and of each."""
+        return self._cost_fit.solve()
 
     def begin(self, num_sequences: int, max_drafts: int) -> bool:
         """Begin a step with at most `max_drafts` drafts. Return whether any sequence should get drafts or
@@ -180,18 +189,27 @@ class ShardDrafts:
         count = 0
         if max_drafts > 0 and self._sequences_left:
             count, _ = find_best(rates.chances()[:max_drafts], self._costs)
-            if not count and rates.num_skipped >= SEQUENCE_PAUSE:
+            if count:
+                count = self._explore(count, max_drafts)
+            elif rates.num_skipped >= SEQUENCE_PAUSE:
                 count = 1
         rates.num_skipped += not (count or sequence.num_unanswered)
         self._left -= count
         self._sequences_left -= count > 0
         return Drafts(max_proposed=count, waits=True)
 
+    def _explore(self, count: int, max_drafts: int) -> int:
+        """Return the number of drafts, or now and then another one."""
+        self._num_drafting += 1
+        if self._num_drafting % EXPLORING:
+            return count
+        return max_drafts if count < max_drafts else 1
+
     def _try_drafts(self, sequence: Sequence, max_drafts: int) -> Drafts:
         if self._trial is None or max_drafts <= 0 or not self._trial.takes(sequence):
             return NO_DRAFTS
         self._num_plain_steps = 0  # before the answer, which comes after some plain steps
-        return Drafts(max_proposed=max_drafts)
+        return Drafts(max_proposed=self._trial.choose_number(max_drafts))
 
     def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
         """Learn the acceptance rates, and the costs from the steps without prompts."""
@@ -215,8 +233,7 @@ class ShardDrafts:
                 self._follow_fit.observe(step.num_followed, follow_s)
             return
         self._num_plain_steps = 0
-        is_first = self._trial is not None and not self._trial.num_steps
-        if num_drafts and not is_first:
+        if num_drafts and (self._trial is None or self._trial.is_warm(num_drafts)):
             plain = self._predict(step.num_tokens - step.max_proposed)
             self._cost_fit.observe(num_drafts, min(max(seconds - plain, 0.0), MAX_COST * plain))
 
