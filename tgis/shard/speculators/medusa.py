@@ -1,6 +1,7 @@
 """Medusa heads (Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
 Heads", 2024). Head i predicts the token i + 1 places after the last one from the model's last state alone."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -23,6 +24,7 @@ FILES = (
     *MODEL_FILES,
 )
 PREFIX = "medusa_heads."
+UNROUNDED = re.compile(r"\.linear\.|(?:^|\.)blocks\.")
 
 
 @dataclass(frozen=True)

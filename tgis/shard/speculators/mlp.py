@@ -3,6 +3,7 @@ Token/Embedding Speculators", 2024). Each stage mixes the state before it with t
 before it, and predicts one token."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from tgis.shard.speculators.interface import StageRunner, run_stage
 NAME = "mlp_speculator"
 FILES = MODEL_FILES
 PREFIX = "speculator."
+UNROUNDED = re.compile(r"(?:^|\.)(?:emb|proj)\.")
 EPS = 1e-6
 
 

@@ -45,6 +45,7 @@ from tgis.shard.speculators.registry import (
     AnySpeculator,
     DraftCache,
     count_bytes,
+    describe,
     find_cache,
     load_speculator,
 )
@@ -185,7 +186,16 @@ class LoadPlan:
             raise SpeculatorError(f"--speculator {path}: speculators run only on CPUs: set --device cpu")
         length = self.demand.max_sequence_length
         served = Served(self._directory, self.settings, self.tokenizer_directory, length)
-        return load_speculator(path, model, served, self.dtype, self._choose_speculator_scheme())
+        release_memory()
+        before = self.on.memory.memory_used()
+        speculator = load_speculator(path, model, served, self.dtype, self._choose_speculator_scheme())
+        release_memory()
+        logger.info(
+            "loaded the speculator %s (%s): it drafts at most %d tokens, its weights take %.1f MiB",
+            *(path, describe(speculator), speculator.num_tokens),
+            (self.on.memory.memory_used() - before) / MIB,
+        )
+        return speculator
 
     def _choose_speculator_scheme(self) -> Scheme:
         """Return how the weights of a speculator's heads are stored. Drafts change no output, so those of a
@@ -218,7 +228,8 @@ class LoadPlan:
         draft_bytes = 0
         if (speculator := self.config.speculator) is not None:
             itemsize = (on.product_dtype or self.dtype).itemsize
-            weights += group.local_size * count_bytes(speculator, itemsize)
+            scheme = self._choose_speculator_scheme()
+            weights += group.local_size * count_bytes(speculator, itemsize, scheme)
             if (cache := find_cache(speculator, self.choice.spec)) is not None:
                 draft_bytes = cache.count_bytes(self.demand.block_size, self.cache_type.dtype)
         budget = MemoryBudget(

@@ -336,6 +336,19 @@ def test_a_trial_measures_the_cost_of_each_draft() -> None:
     assert per_step == pytest.approx(0.0025, rel=0.05)
 
 
+def test_changes_are_logged_with_rates_and_costs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        service = Service(new_sequences(4), draft_s=0.0002, heads_s=0.002, follow_s=0.0001)
+        service.run_renewed(70, lambda _: 1.0)
+        service.run_renewed(600, lambda _: 0.0)
+    begun, ended = caplog.messages
+    assert begun.startswith("drafts of the speculator are expected to pay: new inputs get some (accepted by ")
+    assert "drafts of a step cost 2.00 ms and each of them 0.20 ms" in begun
+    assert "a step of 4 inputs without drafts takes 11.2" in begun
+    assert ended.startswith("drafts of the speculator do not pay: it is no longer computed, except for ")
+    assert "accepted by position: 0.1" in ended
+
+
 def test_the_rates_of_all_positions_stay_known() -> None:
     """Check that more drafts are requested when further ones become right."""
     service = Service(new_sequences(1), draft_s=0.003, rates=(1.0, 0.05, 0.5)).run(400, lambda _: 0.9)

@@ -163,7 +163,8 @@ class ShardDrafts:
         would_pay = self._would_pay(num_sequences)
         if would_pay and not self._is_active:
             self._is_active = True
-            logger.info("drafts of the speculator are expected to pay again: new inputs get some")
+            text = "drafts of the speculator are expected to pay again: new inputs get some (%s)"
+            logger.info(text, self._describe(num_sequences))
         return would_pay
 
     def _needs_one(self) -> bool:
@@ -222,7 +223,7 @@ class ShardDrafts:
             if (rates := self._rates_of.get(result.sequence)) is not None:
                 rates.observe(result.num_drafts, result.num_accepted)
         if self._trial is None:
-            self._count_unpaid()
+            self._count_unpaid(len(step.work))
         elif step.max_proposed or step.num_followed:
             self._judge(self._trial, step, sum(result.num_accepted for result in results), bool(num_drafts))
 
@@ -253,27 +254,40 @@ class ShardDrafts:
         if not self._is_useless and self._would_pay(num_sequences):
             self._is_active = True
             self._pause = MIN_PAUSE
-            logger.info("drafts of the speculator are expected to pay: new inputs get some")
+            text = "drafts of the speculator are expected to pay: new inputs get some (%s)"
+            logger.info(text, self._describe(num_sequences))
         else:
-            self._stop_following()
+            self._stop_following(num_sequences)
 
-    def _count_unpaid(self) -> None:
+    def _count_unpaid(self, num_sequences: int) -> None:
         """Count steps in which drafts do not pay. After too many, let the shards follow no sequence."""
         self._num_unpaid_steps = 0 if self._pays or not self._followed else self._num_unpaid_steps + 1
         if self._num_unpaid_steps > MAX_UNPAID_STEPS:
-            self._stop_following()
+            self._stop_following(num_sequences)
 
-    def _stop_following(self) -> None:
+    def _stop_following(self, num_sequences: int) -> None:
         """Let the shards follow no sequence, and choose the number of steps before the next trial."""
         for sequence in self._followed:
             stop_following(sequence)
         self._followed.clear()
         if self._is_active:
             self._is_active = False
-            logger.info("drafts of the speculator do not pay: it is no longer computed, except for trials")
+            text = "drafts of the speculator do not pay: it is no longer computed, except for trials (%s)"
+            logger.info(text, self._describe(num_sequences))
         else:
             self._pause = min(2 * self._pause, MAX_PAUSE)
         self._num_plain_steps = self._num_unpaid_steps = 0
+
+    def _describe(self, num_sequences: int) -> str:
+        """Return the acceptance rates and the costs for that many sequences, as text for the log."""
+        shares = " ".join(f"{chance:.2f}" for chance in self._rates.chances())
+        per_step, per_draft = self.costs
+        step, follow = self._predict(num_sequences), self._predict_following(num_sequences)
+        return (
+            f"accepted by position: {shares}; drafts of a step cost {1e3 * per_step:.2f} ms and each of them "
+            f"{1e3 * per_draft:.2f} ms, a step of {num_sequences} inputs without drafts takes "
+            f"{1e3 * step:.2f} ms, of which the speculator takes {1e3 * follow:.2f} ms"
+        )
 
     def _would_pay(self, num_sequences: int) -> bool:
         """Return True if drafts are expected to pay for that many sequences."""
