@@ -89,8 +89,9 @@ def test_a_directory_of_heads_names_the_model(model: Model, tmp_path: Path) -> N
         assert client.service.end() == 0
 
 
-def test_a_models_own_head_drafts(tmp_path: Path) -> None:
-    write_mtp(tmp_path, "mimo")
+@pytest.mark.parametrize("kind", ["mimo", "qwen3_next"])
+def test_a_models_own_head_drafts(kind: str, tmp_path: Path) -> None:
+    write_mtp(tmp_path, kind)
     params = pb.Parameters(method=pb.GREEDY, stopping=pb.StoppingCriteria(max_new_tokens=60))
     requests = [pb.GenerationRequest(text=text) for text in ("a b c d e", "once upon a time")]
     batch = pb.BatchedGenerationRequest(requests=requests, params=params)
