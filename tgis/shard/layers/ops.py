@@ -20,7 +20,7 @@ from tgis.shard.checkpoint.tensors import (
 )
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
+from tgis.shard.layers.lora import Cut, Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.importance import Importance
@@ -100,6 +100,10 @@ class LinearLayer(Protocol):
     def input_product(self, adapters: TokenAdapters | None) -> Product | None:
         """Return the product if it alone reads the layer's input: no adapter does."""
 
+    def adapt(self, x: Tensor, y: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        """Add the adapters' updates for x, [num_tokens, in_features], to y, [num_tokens, out_features], in
+        place, and return y."""
+
 
 class Kernels(Rounder, Protocol):
     """Kernels of a platform. Activations are contiguous. Results are new unless stated otherwise.
@@ -132,6 +136,10 @@ class Kernels(Rounder, Protocol):
 
     def prepare_adapters(self) -> None:
         """Compile the kernels of the next two methods. This may take seconds."""
+
+    def place_low_rank(self, update: LowRank, is_table: bool) -> LowRank:
+        """Return an update on this device, in the layout that the next two methods read: a row-major, unless
+        the platform prefers another order. `is_table` is true for updates of embeddings."""
 
     def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
         """Add the adapters' updates for x, [num_tokens, in_features], to y, [num_tokens, out_features]."""
@@ -246,6 +254,9 @@ class Kernels(Rounder, Protocol):
 class Unfused(PortableRounder):
     """Default methods for platforms that do not fuse layers, have no products of codes, and round weights,
     select ids and clear rows with torch."""
+
+    def place_low_rank(self: Kernels, update: LowRank, is_table: bool) -> LowRank:
+        return LowRank(update.a.to(self.device), update.b.to(self.device), update.first)
 
     def select_ids(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
         is_inside = (ids >= begin) & (ids < end)

@@ -22,7 +22,7 @@ from tgis.shard.models.spec import EncoderDecoderSpec, LayerSpec
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.cuda_stream import CudaStream
 from tgis.shard.runner.device.stream import DeviceStream
-from tgis.shard.runner.graph_sizes import GraphSize, graph_sizes
+from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.platform import DeviceError, KernelCompiler, Platform, RunnerParts
 
@@ -88,8 +88,10 @@ def choose_graph_sizes(
     configured: Sequence[int] | None,
     max_rows: int,
     max_prompt_tokens: int,
+    has_adapters: bool = False,
 ) -> Sequence[GraphSize]:
-    """Return the sizes of steps to capture, as `graph_sizes` does."""
+    """Return the sizes of steps to capture, as `graph_sizes` does, and those of steps with adapters if there
+    may be any."""
     # A kernel's fallback reads as many keys as the longest sequence has, a number that a graph cannot know.
     if "attend_segments" in implementations.replaced:
         logger.warning("no CUDA graphs: they need the kernel attend_segments, which is replaced")
@@ -97,7 +99,15 @@ def choose_graph_sizes(
     if "attend_tiles" in implementations.replaced:
         logger.warning("no CUDA graphs of prompts: they need the kernel attend_tiles, which is replaced")
         max_prompt_tokens = 0
-    return graph_sizes(configured, max_rows, max_prompt_tokens)
+    sizes = graph_sizes(configured, max_rows, max_prompt_tokens)
+    if not has_adapters or not sizes:
+        return sizes
+    if "add_low_rank" in implementations.replaced:
+        logger.warning(
+            "no CUDA graphs of steps with adapters: they need the kernel add_low_rank, which is replaced"
+        )
+        return sizes
+    return add_adapter_sizes(sizes)
 
 
 def _open(device: torch.device, memory_fraction: float | None) -> CudaMemory:
@@ -127,4 +137,5 @@ def make_runner(
         adapters=parts.adapters,
         memory_left=on.memory.memory_left,
         states=parts.states,
+        has_adapters=parts.has_adapters,
     )

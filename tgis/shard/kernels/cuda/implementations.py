@@ -16,6 +16,8 @@ from tgis.shard.kernels.cuda import (
     sample,
     turn_and_keep,
 )
+from tgis.shard.kernels.cuda.grouped import add_low_rank, group_rows
+from tgis.shard.kernels.cuda.grouped.group_rows import RowTiles
 from tgis.shard.kernels.cuda.states import convolve, keep_inputs, scan_delta, scan_mamba
 
 # Name of a kernel -> module with `launch` and `plain`.
@@ -31,6 +33,8 @@ KERNELS: dict[str, ModuleType] = {
     "scan_mamba": scan_mamba,
     "scan_delta": scan_delta,
     "keep_inputs": keep_inputs,
+    "group_rows": group_rows,
+    "add_low_rank": add_low_rank,
 }
 STATE_KERNELS = frozenset({"convolve", "scan_mamba", "scan_delta", "keep_inputs"})
 """Kernels that only recurrent layers use."""
@@ -51,6 +55,8 @@ class Implementations:
     scan_mamba: Callable[..., Tensor]
     scan_delta: Callable[..., Tensor]
     keep_inputs: Callable[..., None]
+    group_rows: Callable[..., RowTiles]
+    add_low_rank: Callable[..., None]
 
     @classmethod
     def choose(cls, replaced: frozenset[str] = frozenset()) -> Self:

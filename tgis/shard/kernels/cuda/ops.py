@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import Stored
+from tgis.shard.kernels.cuda.grouped.slots import SlotDeltas, SlotTokens
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.states import mix
 from tgis.shard.kernels.portable.ops import TorchKernels, read_packed
-from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import Activation, LinearLayer, NormLayer
 from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StepStates
@@ -43,8 +44,7 @@ class CudaProduct:
 
 
 class CudaKernels(TorchKernels):
-    """`Kernels` of GPUs. Steps of a single rank without adapters and experts can be captured in a CUDA
-    graph."""
+    """`Kernels` of GPUs. Steps of a single rank without experts can be captured in a CUDA graph."""
 
     def __init__(self, device: torch.device, implementations: Implementations):
         super().__init__(device)
@@ -55,6 +55,24 @@ class CudaKernels(TorchKernels):
         self._dtype = dtype
         is_wide = role != "linear" or dtype == torch.float16
         return CudaProduct(read_packed(weight, dtype, self.device), is_wide)
+
+    def place_low_rank(self, update: LowRank, is_table: bool) -> LowRank:
+        """Implement `Kernels.place_low_rank`. The columns of a, which a product reads, are contiguous."""
+        a, b = update.a.to(self.device), update.b.to(self.device)
+        return LowRank(a if is_table else a.t().contiguous().t(), b, update.first)
+
+    def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+        if isinstance(deltas, SlotDeltas) and isinstance(adapters, SlotTokens):
+            tokens = adapters.row_tiles, adapters.indices, adapters.max_rank
+            self._implementations.add_low_rank(y, x.contiguous(), deltas, *tokens)
+        else:
+            super().add_low_rank(y, x, deltas, adapters)
+
+    def add_looked_up(self, y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+        if isinstance(deltas, SlotDeltas):
+            self.add_low_rank(y, token_ids, deltas, adapters)
+        else:
+            super().add_looked_up(y, token_ids, deltas, adapters)
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         return self._implementations.norm(x, delta, weight, None, eps, False, torch.float32)
@@ -95,10 +113,10 @@ class CudaKernels(TorchKernels):
     def product_add(
         self, x: Tensor, y: Tensor, linear: LinearLayer, adapters: TokenAdapters | None
     ) -> Tensor:
-        biased = linear.as_product(adapters)
+        biased = linear.as_product(None)
         if biased is None or not isinstance(biased.product, CudaProduct) or biased.product.is_wide:
             return linear(y, adapters)
-        return biased.product.add_bias(y, biased.bias)
+        return linear.adapt(y, biased.product.add_bias(y, biased.bias), adapters)
 
     def _normalise(self, x: Tensor, delta: Tensor | None, norm: NormLayer | None) -> Tensor:
         """Return norm(x + delta) in the weights' type. Overwrites x with the sum."""
@@ -109,8 +127,10 @@ class CudaKernels(TorchKernels):
         )
 
     def _multiply(self, x: Tensor, linear: LinearLayer, adapters: TokenAdapters | None) -> Tensor:
-        """Return the layer's output in the weights' type."""
-        biased = linear.as_product(adapters)
+        """Return the layer's output in the weights' type. The adapters' updates come after the bias, so that
+        rows without adapters have the same bits beside rows with adapters as without."""
+        biased = linear.as_product(None)
         if biased is None or not isinstance(biased.product, CudaProduct):
             return linear(x, adapters).to(self._dtype)
-        return biased.product.add_bias(x, biased.bias).to(self._dtype)
+        y = biased.product.add_bias(x, biased.bias)
+        return linear.adapt(x, y, adapters).to(self._dtype)

@@ -1,8 +1,9 @@
 """Random inputs of a few tokens for all kernels, by the type of weights and the sizes of a model."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
+from tgis.shard.kernels.cuda.grouped.group_rows import RowTiles
+from tgis.shard.kernels.cuda.grouped.slots import TILE, AdapterSlots, TermBounds
 from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
 from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
 from tgis.shard.kernels.cuda.step_state import (
@@ -25,6 +28,7 @@ from tgis.shard.kernels.cuda.step_state import (
     Word,
     count_segments,
 )
+from tgis.shard.layers.lora import Adapter, LowRank
 from tgis.shard.layers.ops import HeadNorm
 from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StateSizes
@@ -63,7 +67,7 @@ class Input(NamedTuple):
         changed = {*self.results, self.overwritten}
         args = [_copy(arg) if i in changed else arg for i, arg in enumerate(self.args)]
         returned = kernel(*args)
-        results = [] if returned is None else [returned]
+        results = [] if returned is None else _list_tensors(returned)
         return results + [tensor for i in self.results for tensor in _list_tensors(args[i])]
 
 
@@ -71,17 +75,17 @@ class Draw:
     """Random numbers that are the same on every device."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
         self._generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, generator=self._generator).to(self._device, dtype)
+        return torch.randn(shape, generator=self._generator).to(self.device, dtype)
 
     def permutation(self, count: int) -> Tensor:
-        return torch.randperm(count, generator=self._generator, dtype=torch.int32).to(self._device)
+        return torch.randperm(count, generator=self._generator, dtype=torch.int32).to(self.device)
 
     def integers(self, values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device)
+        return torch.tensor(values, dtype=dtype).to(self.device)
 
 
 def _norms(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
@@ -269,6 +273,51 @@ def _keeps(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
             yield Input((rows, states.width, channels, heads, memory, spans), results=(4,))
 
 
+# Slots of a step's tokens; two tokens have no adapter, and the third of three slots has none.
+_SLOTS = (1, -1, 0, 1, 1, 2, -1)
+_SLOT_ORDER = (2, 0, 3, 4, 5, 0, 0)
+
+
+def _groups(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    draw = Draw(device)
+    yield Input((draw.integers(_SLOTS), 3, TILE))
+    yield Input((draw.integers(_SLOTS * 9), 4, 16))
+
+
+def _low_ranks(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    """Yield a product whose second half has an update of its own, and an embedding."""
+    draw, num_tokens = Draw(device), len(_SLOTS)
+    hidden_size, width = sizes.hidden_size, sizes.ffn_size
+    tiles = draw.integers([[0, 0, 1], [1, 1, 3], [2, 4, 1], [0, 0, 0]])
+    rows = RowTiles(draw.integers(_SLOT_ORDER), tiles), draw.integers(_SLOTS)
+    terms = ((3, 0, width), (16, width, width)), ((20, width, width),), ()
+    slots = _fill_slots(draw, hidden_size, terms, is_table=False)
+    x, y = draw.normal(num_tokens, hidden_size, dtype=dtype), draw.normal(num_tokens, 2 * width, dtype=dtype)
+    yield Input((y, x, slots.at("layer"), *rows, 20), results=(0,))
+    ids = draw.integers(range(num_tokens), torch.int64)
+    slots = _fill_slots(draw, num_tokens, (((3, 0, hidden_size),), (), ()), is_table=True)
+    yield Input((draw.normal(num_tokens, hidden_size), ids, slots.at("layer"), *rows, 20), results=(0,))
+
+
+def _fill_slots(
+    draw: Draw, in_features: int, terms: Sequence[Sequence[tuple[int, int, int]]], is_table: bool
+) -> AdapterSlots:
+    """Return slots with an adapter each of one layer. `terms` has the rank, first column and width of its
+    updates."""
+    layers = {"layer": TermBounds(max(map(len, terms)), gcd(16, *itertools.chain(*itertools.chain(*terms))))}
+    slots = AdapterSlots.allocate(layers, len(terms), draw.device)
+    for slot, of_slot in enumerate(terms):
+        parts = []
+        for rank, first, width in of_slot:
+            shape = (in_features, rank) if is_table else (rank, in_features)
+            a, b = draw.normal(*shape) / in_features**0.5, draw.normal(rank, width) / rank**0.5
+            parts.append(LowRank(a if is_table else a.t(), b, first))
+        adapter = slots.held[slot] = Adapter({"layer": tuple(parts)})
+        words = torch.from_numpy(slots.describe(adapter)).to(draw.device)
+        slots.memory[slot].copy_(words.view(torch.int64))
+    return slots
+
+
 # Name of a kernel -> function of a device, a type of weights, and sizes.
 INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "begin_step": _steps,
@@ -282,6 +331,8 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "scan_mamba": _mamba_scans,
     "scan_delta": _delta_scans,
     "keep_inputs": _keeps,
+    "group_rows": _groups,
+    "add_low_rank": _low_ranks,
 }
 
 # Words of rows other than their lengths. Parameters that a row does not list are off.

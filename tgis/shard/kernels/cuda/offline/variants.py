@@ -6,6 +6,7 @@ Kernels are specific to shapes, so other models compile theirs while loading."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,14 @@ from torch import Tensor
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, Draw, draw_delta, draw_mamba
+from tgis.shard.kernels.cuda.grouped.group_rows import RowTiles
+from tgis.shard.kernels.cuda.grouped.slots import (
+    MAX_ALIGNMENT,
+    MAX_RANK,
+    TILE,
+    AdapterSlots,
+    TermBounds,
+)
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
 from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
@@ -70,6 +79,7 @@ class ModelShape:
     mamba: StateSizes | None = None  # of Mamba 2 layers
     delta: StateSizes | None = None  # of gated DeltaNet layers
     shards: tuple[int, ...] = (1,)
+    has_adapters: bool = False  # kernels of LoRA adapters are compiled, too
 
     def divided(self, size: int) -> "ModelShape":
         """Return the shape of one of `size` ranks. Sampling uses the whole vocabulary."""
@@ -97,7 +107,7 @@ class LayerNormShape(ModelShape):
 
 # Sizes: hidden, feed-forward, heads, key/value heads, channels per head, vocabulary.
 MODELS = (
-    ModelShape("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, shards=(1, 2)),
+    ModelShape("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, shards=(1, 2), has_adapters=True),
     ModelShape("llama-3.3-70b", 8192, 28672, 64, 8, 128, 128256, shards=(2, 4, 8)),
     ModelShape("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256),
     ModelShape("llama-3.2-3b", 3072, 8192, 24, 8, 128, 128256),
@@ -148,7 +158,7 @@ MODELS = (
 
 def find_variants(num_tokens: int = NUM_TOKENS) -> list[Variant]:
     """Return the launches of all models in steps of `num_tokens` tokens. Some launches are equal."""
-    variants = [find_begin_step(num_tokens)]
+    variants = [find_begin_step(num_tokens), find_group_rows(num_tokens)]
     for model in MODELS:
         for size in model.shards:
             variants += find_model_variants(model.divided(size), num_tokens)
@@ -189,8 +199,36 @@ def find_model_variants(
                 yield variant("attend_segments", run, f"{about} {kind}")
             run = _attend_tiles(kernels, model, num_tokens, dtype, scoring)
             yield variant("attend_tiles", run, f"{about} {kind}")
+        for layer, run in _low_rank_launches(kernels, model, num_tokens, dtype):
+            yield variant("add_low_rank", run, f"{about} {layer}")
         for kernel, run in _state_launches(kernels, model, num_tokens, dtype):
             yield variant(kernel, run, about)
+
+
+def _low_rank_launches(
+    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the launches for each layer that adapters may change."""
+    if not model.has_adapters:
+        return
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    size, ffn_size = model.hidden_size, model.ffn_size
+    layers = {
+        "qkv": (size, [q_size, kv_size, kv_size], dtype),
+        "out": (q_size, [size], dtype),
+        "up": (size, [ffn_size] * (1 + model.is_gated), dtype),
+        "down": (ffn_size, [size], dtype),
+        "head": (size, [model.vocab_size], torch.float32),
+        "embed": (0, [size], torch.float32),
+    }
+    rows = RowTiles(_empty(num_tokens), _empty(num_tokens, 3)), _empty(num_tokens)
+    for layer, (in_size, widths, out_dtype) in layers.items():
+        bounds = {"layer": TermBounds(len(widths), gcd(MAX_ALIGNMENT, *widths))}
+        deltas = AdapterSlots.allocate(bounds, 8, torch.device("meta")).at("layer")
+        x = _empty(num_tokens, in_size, dtype=dtype) if in_size else _empty(num_tokens, dtype=torch.int64)
+        x = x.float() if layer == "head" else x
+        y = _empty(num_tokens, sum(widths), dtype=out_dtype)
+        yield layer, partial(kernels.add_low_rank, y, x, deltas, *rows, MAX_RANK)
 
 
 def _state_launches(
@@ -277,6 +315,12 @@ def find_begin_step(num_tokens: int) -> Variant:
     out = StepTensors.empty(num_tokens, num_tokens, num_tokens, torch.device("meta"))
     rows = _rows(vocab_size=32)
     return Variant("begin_step", "all models", lambda: kernels.begin_step(staged, rows, out))
+
+
+def find_group_rows(num_tokens: int) -> Variant:
+    """Return the launch of group_rows for adapters, which is the same for all models."""
+    kernels = Implementations.choose()
+    return Variant("group_rows", "all models", lambda: kernels.group_rows(_empty(num_tokens), 9, TILE))
 
 
 def _sample(kernels: Implementations, model: ModelShape, num_rows: int) -> None:

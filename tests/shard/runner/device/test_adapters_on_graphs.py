@@ -1,0 +1,118 @@
+"""Steps with LoRA adapters are replayed, while adapters are loaded and unloaded, and give peft's tokens."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.cuda.capturing_device import CapturingDevice
+from tests.support.cuda.interpreter import interpreted
+from tests.support.cuda.late_platform import late_platform
+from tests.support.shard.adapter_cases import AdapterCase
+from tests.support.shard.driver import Request, Router, configure
+from tests.support.shard.family_cases.all import CASES, has_experts, runs_on_gpus
+from tests.support.shard.tuning_cells import Asked
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.runner.device.model_runner import DeviceModelRunner
+from tgis.shard.startup.load import load
+
+GRAPH, ADAPTER = pb.STEP_PATH_GRAPH, pb.STEP_PATH_ADAPTER
+
+
+def load_case(case: AdapterCase, kernels: Implementations | None = None, **options: str) -> DeviceModelRunner:
+    """Load a model with captured steps. The kernel of adapters is interpreted, because its fallback does not
+    read the table of slots."""
+    kernels = kernels or replace(Implementations.plain(), add_low_rank=interpreted().add_low_rank)
+    small = {"kv_cache_tokens": 2048, "block_size": 4, "max_step_tokens": 32, "dtype": "float32"}
+    paths = {"uds_path": case.copies.uds_path, "adapter_cache": str(case.directory)}
+    config = configure(case.directory, **small, **paths, **{"cuda_graphs": "3,8", **options})
+    runner = load(config, on=late_platform(CapturingDevice(), kernels))
+    assert isinstance(runner, DeviceModelRunner)
+    runner.reset()
+    return runner
+
+
+def ask(case: AdapterCase, all_asked: list[Asked]) -> list[Request]:
+    requests = [case.request(asked) for asked in all_asked]
+    for request in requests:
+        request.details = {}
+    return requests
+
+
+def run(runner: DeviceModelRunner, case: AdapterCase, all_asked: list[Asked], seed: int) -> set[int]:
+    """Check the answers of requests together. Return the paths of the steps."""
+    requests = ask(case, all_asked)
+    router = Router(runner, seed, depth=3)
+    router.run(list(requests))
+    for request, asked in zip(requests, all_asked, strict=True):
+        certain = asked.answer.certain
+        assert certain
+        assert request.generated[:certain] == asked.answer.token_ids[:certain]
+    return {response.path for response in router.responses}
+
+
+def test_adapters_come_and_go(tmp_path: Path) -> None:
+    case = AdapterCase("llama_tied", tmp_path)
+    runner = load_case(case)
+    assert any(size.has_adapters for size in runner.graphs.sizes)
+    linear, whole = case.copies.digests
+    by_adapter = {
+        digest: [each for each in case.asked if each.content == digest] for digest in (linear, whole)
+    }
+    plain = [each for each in case.asked if not each.content]
+    paths = set()
+    for number, digest in enumerate((linear, whole, linear)):  # each takes the slot of the one before
+        runner.adapters.load(digest)
+        paths |= run(runner, case, [*plain, *by_adapter[digest]], number)
+        runner.adapters.unload([digest])
+    for digest in case.copies.digests:
+        runner.adapters.load(digest)
+    paths |= run(runner, case, [*case.asked, *case.asked], 3)
+    assert paths - {pb.STEP_PATH_UNSPECIFIED} <= {GRAPH, pb.STEP_PATH_PROMPT}
+    assert GRAPH in paths
+    assert run(runner, case, plain, 4) <= paths
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in (
+            "gemma2",
+            "t5",
+            "bloom",
+            "opt",
+            "falcon_7b",
+            "gpt_neox",
+            "mpt",
+            "qwen3_next",
+            "falcon_h1",
+        )
+        if name in CASES and runs_on_gpus(name) and not has_experts(name)
+    ],
+)
+def test_families(name: str, tmp_path: Path) -> None:
+    case = AdapterCase(name, tmp_path)
+    runner = load_case(case)
+    for digest in case.copies.digests:
+        runner.adapters.load(digest)
+    paths = run(runner, case, case.asked, 0)
+    assert GRAPH in paths
+    assert ADAPTER not in paths
+
+
+@pytest.mark.parametrize("reason", ["graphs", "kernel", pytest.param("rank", marks=pytest.mark.slow)])
+def test_other_steps_launch_their_kernels(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without graphs, with the kernel's fallback, or with a larger rank than captured steps support."""
+    case = AdapterCase("llama_tied", tmp_path)
+    if reason == "rank":
+        monkeypatch.setattr("tgis.shard.kernels.cuda.grouped.slots.MAX_RANK", 3)
+    options = {"cuda_graphs": "0"} if reason == "graphs" else {}
+    runner = load_case(case, Implementations.plain() if reason == "kernel" else None, **options)
+    for digest in case.copies.digests:
+        runner.adapters.load(digest)
+    assert ADAPTER in run(runner, case, case.asked, 0)
