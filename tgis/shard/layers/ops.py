@@ -89,6 +89,19 @@ class BiasedProduct(NamedTuple):
     bias: Tensor | None  # float32 [out_features]
 
 
+class ExpertProducts(NamedTuple):
+    """Two linear layers of one expert."""
+
+    up: BiasedProduct
+    down: BiasedProduct  # this rank's summand
+
+
+MixExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Function that returns the weighted sums of the tokens' experts, [num_tokens, width], for inputs
+[num_tokens, width], weights [num_tokens, num_chosen], and the numbers of the experts, int64 [num_tokens,
+num_chosen]."""
+
+
 class LinearLayer(Protocol):
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Return the layer's output with the adapters' updates, [num_tokens, out_features]."""
@@ -229,6 +242,17 @@ class Kernels(Rounder, Protocol):
         number `layer`. rows: [num_tokens, any], the product of its first matrix; gates: [num_tokens, 2 *
         total_heads]."""
 
+    def join_experts(
+        self,
+        experts: Sequence[ExpertProducts],
+        activation: Activation,
+        gate_scale: float,
+        scales_input: bool,
+    ) -> MixExperts | None:
+        """Return the function that computes a layer's experts without adapters, or None if each must be
+        computed alone. A gate is multiplied by `gate_scale` before its activation. If `scales_input`, weights
+        multiply the experts' inputs instead of their outputs."""
+
     def norm_product(
         self,
         x: Tensor,
@@ -274,6 +298,15 @@ class Unfused(PortableRounder):
         return False
 
     def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
+        return None
+
+    def join_experts(
+        self,
+        experts: Sequence[ExpertProducts],
+        activation: Activation,
+        gate_scale: float,
+        scales_input: bool,
+    ) -> MixExperts | None:
         return None
 
     def join(self, products: Sequence[Product]) -> Product:

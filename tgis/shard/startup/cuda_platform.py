@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tgis.errors import first_line
-from tgis.shard.kernels.cuda.check.inputs import SMALL, KernelSizes
+from tgis.shard.kernels.cuda.check.inputs import SMALL, ExpertSizes, KernelSizes
 from tgis.shard.kernels.cuda.check.self_check import DTYPES, choose_implementations
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.kernel_cache import is_compiling, use_cache
@@ -18,7 +18,7 @@ from tgis.shard.memory.cuda import CudaMemory
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import ModelSpec
 from tgis.shard.models.parts.states import find_state_shape
-from tgis.shard.models.spec import EncoderDecoderSpec, LayerSpec
+from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec, LayerSpec
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.cuda_stream import CudaStream
 from tgis.shard.runner.device.stream import DeviceStream
@@ -80,7 +80,16 @@ def find_sizes(spec: ModelSpec, num_ranks: int) -> KernelSizes:
         ffn_size=max(1, layers.intermediate_size // num_ranks),
         vocab_size=spec.vocab_size,
         states=None if state is None else state.sizes,
+        experts=_find_experts(layers, num_ranks),
     )
+
+
+def _find_experts(layers: LayerSpec, num_ranks: int) -> ExpertSizes | None:
+    experts = layers.experts if isinstance(layers, DecoderSpec) else None
+    if experts is None:
+        return None
+    width = experts.latent_size or layers.hidden_size
+    return ExpertSizes(width, max(1, experts.intermediate_size // num_ranks))
 
 
 def choose_graph_sizes(

@@ -16,7 +16,7 @@ from tgis.shard.kernels.cuda import (
     sample,
     turn_and_keep,
 )
-from tgis.shard.kernels.cuda.grouped import add_low_rank, group_rows
+from tgis.shard.kernels.cuda.grouped import add_low_rank, group_rows, mix_experts
 from tgis.shard.kernels.cuda.grouped.group_rows import RowTiles
 from tgis.shard.kernels.cuda.states import convolve, keep_inputs, scan_delta, scan_mamba
 
@@ -35,6 +35,7 @@ KERNELS: dict[str, ModuleType] = {
     "keep_inputs": keep_inputs,
     "group_rows": group_rows,
     "add_low_rank": add_low_rank,
+    "mix_experts": mix_experts,
 }
 STATE_KERNELS = frozenset({"convolve", "scan_mamba", "scan_delta", "keep_inputs"})
 """Kernels that only recurrent layers use."""
@@ -57,6 +58,7 @@ class Implementations:
     keep_inputs: Callable[..., None]
     group_rows: Callable[..., RowTiles]
     add_low_rank: Callable[..., None]
+    mix_experts: Callable[..., Tensor]
 
     @classmethod
     def choose(cls, replaced: frozenset[str] = frozenset()) -> Self:

@@ -3,17 +3,20 @@
 The residual stream, logits and "replicated" products are float32. Other activations have the weights' type,
 except that branches of float16 models return float32, because some exceed the range of float16."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import Stored
+from tgis.shard.kernels.cuda.grouped.expert_table import ExpertMatrices, ExpertTable
 from tgis.shard.kernels.cuda.grouped.slots import SlotDeltas, SlotTokens
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.states import mix
 from tgis.shard.kernels.portable.ops import TorchKernels, read_packed
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
-from tgis.shard.layers.ops import Activation, LinearLayer, NormLayer
+from tgis.shard.layers.ops import Activation, ExpertProducts, LinearLayer, MixExperts, NormLayer
 from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole
@@ -24,27 +27,28 @@ class CudaProduct:
     `is_wide`."""
 
     def __init__(self, weight: Tensor, is_wide: bool):
-        self._weight = weight
+        self.weight = weight
         self.is_wide = is_wide
         self._bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.to(self._weight.dtype)
+        x = x.to(self.weight.dtype)
         if not self.is_wide or x.dtype == torch.float32:
-            return F.linear(x, self._weight)
+            return F.linear(x, self.weight)
         if x.device.type == "cuda":
-            return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
-        return F.linear(x.float(), self._weight.float())
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return F.linear(x.float(), self.weight.float())
 
     def add_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product plus `bias` in the weight's type. All calls must pass the same bias."""
         if bias is not None and self._bias is None:
-            self._bias = bias.to(self._weight.dtype)
-        return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
+            self._bias = bias.to(self.weight.dtype)
+        return F.linear(x.to(self.weight.dtype), self.weight, self._bias)
 
 
 class CudaKernels(TorchKernels):
-    """`Kernels` of GPUs. Steps of a single rank without experts can be captured in a CUDA graph."""
+    """`Kernels` of GPUs. Steps of a single rank can be captured in a CUDA graph, unless experts have codes
+    or adapters of their own."""
 
     def __init__(self, device: torch.device, implementations: Implementations):
         super().__init__(device)
@@ -95,6 +99,29 @@ class CudaKernels(TorchKernels):
         self, rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: StepStates
     ) -> Tensor:
         return mix.mix_delta(self._implementations, rows, gates, mixer, layer, states)
+
+    def join_experts(
+        self,
+        experts: Sequence[ExpertProducts],
+        activation: Activation,
+        gate_scale: float,
+        scales_input: bool,
+    ) -> MixExperts | None:
+        products = [product for expert in experts for product in (expert.up.product, expert.down.product)]
+        weights = [product.weight for product in products if isinstance(product, CudaProduct)]
+        if len(weights) < len(products) or len({weight.dtype for weight in weights}) > 1:
+            return None
+        matrices = [
+            ExpertMatrices(up, expert.up.bias, down, expert.down.bias)
+            for expert, up, down in zip(experts, weights[::2], weights[1::2], strict=True)
+        ]
+        table = ExpertTable(matrices, activation, gate_scale, scales_input)
+        mix = self._implementations.mix_experts
+
+        def mix_experts(x: Tensor, factors: Tensor, chosen: Tensor) -> Tensor:
+            return mix(x, factors, chosen, table, table.choose_tile(chosen.numel()))
+
+        return mix_experts
 
     def norm_product(
         self,

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -12,6 +12,12 @@ from torch import Tensor
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
+from tgis.shard.kernels.cuda.grouped.expert_table import (
+    FEW_ROWS,
+    MANY_ROWS,
+    ExpertMatrices,
+    ExpertTable,
+)
 from tgis.shard.kernels.cuda.grouped.group_rows import RowTiles
 from tgis.shard.kernels.cuda.grouped.slots import TILE, AdapterSlots, TermBounds
 from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
@@ -29,13 +35,20 @@ from tgis.shard.kernels.cuda.step_state import (
     count_segments,
 )
 from tgis.shard.layers.lora import Adapter, LowRank
-from tgis.shard.layers.ops import HeadNorm
+from tgis.shard.layers.ops import Activation, HeadNorm
 from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StateSizes
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 NUM_ROWS, MAX_BLOCKS = 6, 40
 DUMMY_SLOT = (NUM_BLOCKS - 1) * BLOCK_SIZE
+
+
+class ExpertSizes(NamedTuple):
+    """Sizes of an expert, or of a rank's share of it."""
+
+    width: int  # of its input and output
+    size: int  # of what is activated
 
 
 @dataclass(frozen=True)
@@ -49,10 +62,15 @@ class KernelSizes:
     ffn_size: int = 320
     vocab_size: int = 5000
     states: StateSizes | None = None  # of recurrent layers, if there are any
+    experts: ExpertSizes | None = None
+
+    @property
+    def small(self) -> "KernelSizes":
+        """Small sizes with the same kinds of layers."""
+        return replace(SMALL, states=self.states and SMALL.states, experts=self.experts and SMALL.experts)
 
 
-SMALL_STATELESS = KernelSizes()
-SMALL = KernelSizes(states=StateSizes(4, 24, 2, 20, 4))
+SMALL = KernelSizes(states=StateSizes(4, 24, 2, 20, 4), experts=ExpertSizes(72, 40))
 
 
 class Input(NamedTuple):
@@ -285,9 +303,10 @@ def _groups(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL
 
 
 def _low_ranks(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
-    """Yield a product whose second half has an update of its own, and an embedding."""
+    """Yield a product whose second half has an update of its own, and an embedding. The kernel needs the same
+    resources at all sizes, and few services load adapters, so it is checked at small sizes only."""
     draw, num_tokens = Draw(device), len(_SLOTS)
-    hidden_size, width = sizes.hidden_size, sizes.ffn_size
+    hidden_size, width = SMALL.hidden_size, SMALL.ffn_size
     tiles = draw.integers([[0, 0, 1], [1, 1, 3], [2, 4, 1], [0, 0, 0]])
     rows = RowTiles(draw.integers(_SLOT_ORDER), tiles), draw.integers(_SLOTS)
     terms = ((3, 0, width), (16, width, width)), ((20, width, width),), ()
@@ -318,6 +337,32 @@ def _fill_slots(
     return slots
 
 
+def _mixes(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    if (experts := sizes.experts) is None:
+        return
+    draw, num_tokens = Draw(device), 5
+    x, factors = draw.normal(num_tokens, experts.width), draw.normal(num_tokens, 2).abs()
+    chosen = draw.integers([[0, 2], [2, 0], [3, 2], [2, 3], [0, 3]], torch.int64)  # of four experts
+    for name, is_gated, has_bias, tile in (
+        ("silu", True, False, FEW_ROWS),
+        ("silu", True, False, MANY_ROWS),
+        ("relu2", False, True, FEW_ROWS),
+    ):
+        matrices = [_draw_expert(draw, experts, dtype, is_gated, has_bias) for _ in range(4)]
+        table = ExpertTable(matrices, Activation(name, is_gated), 1.0, scales_input=has_bias)
+        yield Input((x, factors, chosen, table, tile))
+
+
+def _draw_expert(
+    draw: Draw, sizes: ExpertSizes, dtype: torch.dtype, is_gated: bool, has_bias: bool
+) -> ExpertMatrices:
+    width, size = sizes
+    up = draw.normal((1 + is_gated) * size, width) / width**0.5
+    down = draw.normal(width, size) / size**0.5
+    biases = [draw.normal(len(weight)) if has_bias else None for weight in (up, down)]
+    return ExpertMatrices(up.to(dtype), biases[0], down.to(dtype), biases[1])
+
+
 # Name of a kernel -> function of a device, a type of weights, and sizes.
 INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "begin_step": _steps,
@@ -333,6 +378,7 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "keep_inputs": _keeps,
     "group_rows": _groups,
     "add_low_rank": _low_ranks,
+    "mix_experts": _mixes,
 }
 
 # Words of rows other than their lengths. Parameters that a row does not list are off.
