@@ -52,6 +52,8 @@ class Rows:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     max_drafts: int = 0
     """Drafts for which each step has blocks."""
+    adapter_digests: Sequence[str] = ()
+    """LoRA adapters, which the rows have in turn."""
     _most: int = field(init=False)
     _num_blocks: list[int] = field(init=False, default_factory=list)
 
@@ -90,6 +92,7 @@ class Rows:
             "length_penalty_factor": 1,
         }
         self._num_blocks = [0] * self.batch
+        digests = self.adapter_digests or ("",)
         return [
             pb.OpenRow(
                 row=row,
@@ -99,6 +102,7 @@ class Rows:
                 sampling=pb.Sampling(**{**plain, **self.sampling}),
                 state_slot=row,
                 state_source=-1,
+                adapter_digest=digests[row % len(digests)],
             )
             for row in range(self.batch)
         ]

@@ -25,6 +25,7 @@ LIBRARIES = (
 KERNELS = (
     *("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample"),
     *("convolve", "scan_mamba", "scan_delta", "keep_inputs"),
+    *("group_rows", "add_low_rank", "mix_experts"),
 )
 # Kernels that read or write a cache.
 CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
@@ -76,7 +77,7 @@ def _compare_kernels(dtype: str, group: str, seconds: float, is_rehearsed: bool)
             is_rehearsed=is_rehearsed and kernel in REHEARSED_KERNELS,
         )
         for kernel in KERNELS
-        if group != "others" or kernel not in ("begin_step", "sample")
+        if group != "others" or kernel not in ("begin_step", "sample", "group_rows")
     )
 
 
@@ -138,6 +139,8 @@ STAGES = (
             _case("attention", "speed:measure_attention", 15),
             _case("linears", "speed:measure_linears", 10),
             _case("states", "states:measure", 15),
+            _case("8b adapters", "grouped:measure_adapters", 20, "8b"),
+            _case("experts", "grouped:measure_experts", 10),
         ),
         libraries=LIBRARIES,
     ),

@@ -35,7 +35,7 @@ def draw_table(
         down = torch.randn(WIDTH, SIZE) / SIZE**0.5
         biases = [torch.randn(len(each)) if has_bias else None for each in (up, down)]
         experts.append(ExpertMatrices(up.to(dtype), biases[0], down.to(dtype), biases[1]))
-    return ExpertTable(experts, activation, gate_scale, scales_input)
+    return ExpertTable.of(experts, activation, gate_scale, scales_input)
 
 
 def draw_choices(num_tokens: int, num_experts: int, num_chosen: int) -> tuple[Tensor, Tensor]:

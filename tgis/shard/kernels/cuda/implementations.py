@@ -39,6 +39,8 @@ KERNELS: dict[str, ModuleType] = {
 }
 STATE_KERNELS = frozenset({"convolve", "scan_mamba", "scan_delta", "keep_inputs"})
 """Kernels that only recurrent layers use."""
+EXPERT_KERNELS = frozenset({"mix_experts"})
+"""Kernels that only layers with experts use."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class CudaKernels(TorchKernels):
             ExpertMatrices(up, expert.up.bias, down, expert.down.bias)
             for expert, up, down in zip(experts, weights[::2], weights[1::2], strict=True)
         ]
-        table = ExpertTable(matrices, activation, gate_scale, scales_input)
+        table = ExpertTable.of(matrices, activation, gate_scale, scales_input)
         mix = self._implementations.mix_experts
 
         def mix_experts(x: Tensor, factors: Tensor, chosen: Tensor) -> Tensor:

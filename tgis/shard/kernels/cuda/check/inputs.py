@@ -349,7 +349,7 @@ def _mixes(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
         ("relu2", False, True, FEW_ROWS),
     ):
         matrices = [_draw_expert(draw, experts, dtype, is_gated, has_bias) for _ in range(4)]
-        table = ExpertTable(matrices, Activation(name, is_gated), 1.0, scales_input=has_bias)
+        table = ExpertTable.of(matrices, Activation(name, is_gated), 1.0, scales_input=has_bias)
         yield Input((x, factors, chosen, table, tile))
 
 

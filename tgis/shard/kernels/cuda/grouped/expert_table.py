@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,6 +35,15 @@ class ExpertTable:
     activation: Activation
     gate_scale: float
     scales_input: bool  # the weight of an expert multiplies its input instead of its output
+    addresses: Tensor  # of the matrices and biases, int64 [num_experts, 4]
+
+    @classmethod
+    def of(
+        cls, experts: Sequence[ExpertMatrices], activation: Activation, gate_scale: float, scales_input: bool
+    ) -> "ExpertTable":
+        rows = [[0 if x is None else x.data_ptr() for x in each.tensors] for each in experts]
+        addresses = torch.tensor(rows, dtype=torch.int64).to(experts[0].up.device)
+        return cls(experts, activation, gate_scale, scales_input, addresses)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,12 +52,6 @@ class ExpertTable:
     @property
     def size(self) -> int:
         return self.experts[0].down.shape[1]
-
-    @cached_property
-    def addresses(self) -> Tensor:
-        """Addresses of the matrices and biases, int64 [num_experts, 4]."""
-        rows = [[0 if x is None else x.data_ptr() for x in each.tensors] for each in self.experts]
-        return torch.tensor(rows, dtype=torch.int64).to(self.experts[0].up.device)
 
     def choose_tile(self, num_rows: int) -> int:
         """Return the rows of a tile if the chosen experts have so many rows in total."""
