@@ -41,7 +41,9 @@ CASES = {
 
 
 @each_way
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if "many" in case else []) for case in CASES]
+)
 def test_cases(case: str, compute: Callable[..., RowTiles]) -> None:
     groups, num_groups, tile = CASES[case]
     actual = compute(torch.tensor(groups, dtype=torch.int32), num_groups, tile)
