@@ -115,3 +115,16 @@ def test_other_steps_launch_their_kernels(
     for digest in case.copies.digests:
         runner.adapters.load(digest)
     assert ADAPTER in run(runner, case, case.asked, 0)
+
+
+@pytest.mark.slow
+def test_adapters_of_experts(tmp_path: Path) -> None:
+    """One adapter changes single experts, which are then computed one by one; the other one does not."""
+    case = AdapterCase("granitemoe", tmp_path)
+    runner = load_case(case, cuda_graphs="6", max_step_tokens=16)
+    linear, whole = case.copies.digests
+    for digest in (linear, whole):
+        runner.adapters.load(digest)
+    others = [each for each in case.asked if each.content != whole]
+    assert ADAPTER not in run(runner, case, others, 1)
+    assert {GRAPH, ADAPTER} <= run(runner, case, case.asked, 2)
