@@ -74,7 +74,7 @@ class DecodeScene:
         def sample() -> None:
             self._kernels.sample(bucket.logits, self.rows, bucket.staged.sampled_rows, bucket.answers)
 
-        return StepParts(forward, sample)
+        return StepParts(forward, sample, sample)
 
     def bucket(self, num_rows: int) -> Bucket:
         if num_rows not in self._buckets:

@@ -26,13 +26,14 @@ from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, make_b
 from tests.support.shard.portable import plain
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
+from tgis.shard.kernels.cuda.step_state import MAX_TOP_N
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.interface import Pending
 from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403
 EOS = [2, 11, 30, 77, 150, 200, 301, 350]
-MANY = [*EOS, *range(360, 400)]  # more stop IDs than the device holds
+MANY = [*EOS, *range(250, 400)]  # more stop IDs than the device holds
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
 SHORT_GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /ab c/'
 LOADERS: dict[str, Callable[..., DeviceModelRunner]] = {"late": load_late, "captured": load_captured}
@@ -337,8 +338,7 @@ def test_paths_are_reported(either: DeviceModelRunner) -> None:
     if is_captured:
         alone = prompt = pb.STEP_PATH_GRAPH
     cases = {
-        pb.STEP_PATH_FILTERS: {"sampling": {**SAMPLE, "watermark_gamma": 0.5}},
-        pb.STEP_PATH_DETAILS: {"details": {"ranks": True}},
+        pb.STEP_PATH_DETAILS: {"details": {"top_n": MAX_TOP_N + 1}},
         pb.STEP_PATH_LISTS: {"eos": MANY},
     }
     steps = Steps(either.info.block_size, either.info.num_blocks)
@@ -349,7 +349,7 @@ def test_paths_are_reported(either: DeviceModelRunner) -> None:
         answers = [either.launch(steps.step(*step)).answer() for step in zip(work, opened, strict=True)]
         assert [answer.path for answer in answers] == [prompt, path, path]
     filters = {**SAMPLE, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9}
-    for sampling in GREEDY, filters:
+    for sampling in GREEDY, filters, {**SAMPLE, "watermark_gamma": 0.5}:
         sampled = steps.step([(7, 0, 1)], [opening(Request([5], 5, sampling=sampling, row=7))], closed=[7])
         assert either.launch(sampled).answer().path == alone
     drafted = steps.step([(7, 1, 2)], drafts={7: [9, 9]})

@@ -11,6 +11,7 @@ from tgis.shard.kernels.cuda import (
     attend_segments,
     attend_tiles,
     begin_step,
+    describe,
     gate,
     norm,
     sample,
@@ -27,6 +28,7 @@ KERNELS: dict[str, ModuleType] = {
     "attend_tiles": attend_tiles,
     "gate": gate,
     "sample": sample,
+    "describe": describe,
     "convolve": convolve,
     "scan_mamba": scan_mamba,
     "scan_delta": scan_delta,
@@ -47,6 +49,7 @@ class Implementations:
     attend_tiles: Callable[..., None]
     gate: Callable[..., Tensor]
     sample: Callable[..., None]
+    describe: Callable[..., None]
     convolve: Callable[..., Tensor]
     scan_mamba: Callable[..., Tensor]
     scan_delta: Callable[..., Tensor]
