@@ -15,7 +15,7 @@ from tgis.shard.kernels.cuda.functions.filters import MAX_PROGRAMS, mass_scale
 from tgis.shard.kernels.cuda.step_state import MAX_TOP_N, MAX_TOPS, Details, Query, Questions
 from tgis.shard.sampling.logprobs import MAX_TIES
 
-NUM_GROUPS, GROUP = 16, 256  # groups per block, and tokens per group
+NUM_GROUPS, GROUP = 8, 256  # groups per block, and tokens per group: 16 tokens per thread
 NUM_WARPS, LIST_WARPS = 4, 8
 
 
