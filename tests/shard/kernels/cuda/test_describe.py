@@ -77,6 +77,23 @@ def test_rows_have_the_details_of_the_cpu_at_length(kernels: Kernels, seed: int)
     check_against_cpu(kernels, [35, 128, 256, 333, 700][seed % 5], num_rows, seed=1000 + seed)
 
 
+def test_filtered_tokens_have_no_details(kernels: Kernels) -> None:
+    """The others share all of the probability. Raw details include all tokens."""
+    filters: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"typical_p": 0.5}]
+    rows, logits = DetailedRows(8, 60), torch.arange(60).div(10).expand(8, -1).contiguous()
+    for row in range(8):
+        details = {"logprobs": True, "ranks": True, "top_n": 20, "raw": row >= 4}
+        sampling = {**SAMPLE, "seed": row, "temperature": 0.5, **filters[row % 4]}
+        rows.open(open_row(row, [1, 2], sampling=sampling, **details))
+    actual, expected = rows.sample_on_device(kernels, logits).details, rows.sample_on_cpu(logits).details
+    assert actual is not None
+    assert expected is not None
+    compare(actual.details, expected.details)
+    assert actual.details.top_counts[0] == 3
+    assert (actual.details.top_counts[:4] < 20).all()
+    assert (actual.details.top_counts[4:] == 20).all()
+
+
 def make_scores(kind: str, num_rows: int, vocab_size: int) -> Tensor:
     scores = 3 * torch.randn(num_rows, vocab_size)
     if kind == "ties":

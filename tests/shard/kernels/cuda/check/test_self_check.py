@@ -102,7 +102,7 @@ def test_a_kernel_that_returns_nan_is_named(name: str) -> None:
     assert actual == {name: "it differs by nan, more than 0.01, with weights of torch.float16"}
 
 
-@pytest.mark.parametrize("name", ["begin_step", "attend_tiles", "sample"])
+@pytest.mark.parametrize("name", ["begin_step", "attend_tiles", "sample", "describe"])
 def test_a_kernel_that_writes_nothing_is_named(name: str) -> None:
     assert check(CPU, ONE, replace(TWINS, **{name: returns_nothing})).keys() == {name}
 

@@ -13,7 +13,11 @@ from tgis.shard.kernels.cuda.functions.row_words import INF, STAGED
 from tgis.shard.kernels.cuda.step_state import Query
 from tgis.shard.sampling import logprobs as rules
 
-TOKEN_ID, TOP_N, IS_ASKED = tl.constexpr(Query.TOKEN_ID), tl.constexpr(Query.TOP_N), tl.constexpr(Query.IS_ASKED)
+TOKEN_ID, TOP_N, IS_ASKED = (
+    tl.constexpr(Query.TOKEN_ID),
+    tl.constexpr(Query.TOP_N),
+    tl.constexpr(Query.IS_ASKED),
+)
 QUERY_SIZE = tl.constexpr(len(Query))
 MAX_TIES = tl.constexpr(rules.MAX_TIES)
 CHUNK = tl.constexpr(8)  # groups whose top tokens are listed at once

@@ -104,7 +104,7 @@ def adjust(
     is_greedy = tl.load(state + GREEDY) != 0
     if is_changed & ~is_greedy:
         tl.store(own + ids, scores, mask=ids < VOCAB_SIZE)
-    if described is not None:
+    if described is not None:  # noqa: SIM102 - the compiler evaluates the first condition
         if is_greedy & (wanted == FINAL):
             tl.store(described + sample * VOCAB_SIZE + ids, scores, mask=ids < VOCAB_SIZE)
     is_nan = scores != scores
@@ -224,7 +224,7 @@ def race(
     scores = tl.load(logits + sample * VOCAB_SIZE + ids, mask=ids < VOCAB_SIZE, other=-INF)  # [BLOCK]
     own = limits + sample * NUM_LIMITS
     kept = are_kept(scores, ids, top, state, own, VOCAB_SIZE) & are_typical(scores, top, state, own)
-    if described is not None:
+    if described is not None:  # noqa: SIM102 - the compiler evaluates the first condition
         if tl.load(state + DETAILS) == FINAL:
             left = tl.where(kept, scores, -INF)
             tl.store(described + sample * VOCAB_SIZE + ids, left, mask=ids < VOCAB_SIZE)

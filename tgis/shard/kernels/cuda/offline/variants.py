@@ -285,9 +285,7 @@ def find_begin_step(num_tokens: int) -> Variant:
     return Variant("begin_step", "all models", lambda: kernels.begin_step(staged, rows, out))
 
 
-def _sample(
-    kernels: Implementations, model: ModelShape, num_rows: int, has_details: bool = False
-) -> None:
+def _sample(kernels: Implementations, model: ModelShape, num_rows: int, has_details: bool = False) -> None:
     logits, rows = _floats(num_rows, model.vocab_size), _rows(model.vocab_size)
     questions = Questions.empty(num_rows, model.vocab_size, logits.device) if has_details else None
     kernels.sample(logits, rows, _empty(num_rows), _empty(num_rows, 2), questions)
