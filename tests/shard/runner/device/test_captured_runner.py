@@ -76,8 +76,12 @@ def test_replayed_steps_give_the_same_tokens(case: str, depth: int, tmp_path: Pa
     launched, paths = serve(config, depth, is_captured=False)
     assert pb.STEP_PATH_GRAPH not in paths
     replayed, paths = serve(config, depth, is_captured=True)
-    for name in ("generated", "ranks", "tops"):
-        assert [getattr(each, name) for each in replayed] == [getattr(each, name) for each in launched]
+    for mine, other in zip(replayed, launched, strict=True):
+        assert mine.generated == other.generated
+        assert mine.ranks == other.ranks
+        assert [[token for token, _ in top] for top in mine.tops] == [
+            [token for token, _ in top] for top in other.tops
+        ]
     assert [len(tops) for tops in replayed[1].tops] == [3] * len(replayed[1].generated)
     assert len({tuple(each.generated) for each in replayed}) > 6, "requests differ"
     assert paths.count(pb.STEP_PATH_GRAPH) >= 6

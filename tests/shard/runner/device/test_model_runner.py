@@ -111,7 +111,7 @@ def make_crowd() -> list[Request]:
         if i % 7 == 3:
             request.details = {"logprobs": True, "ranks": True, "top_n": 2, "input_tokens": i % 2 == 1}
         if i % 7 == 5:
-            request.details = {"ranks": True, "top_n": 5, "raw": True}
+            request.details = {"logprobs": True, "ranks": True, "top_n": 5, "raw": True}
         if i % 9 == 8:
             request.eos = MANY
     return requests
