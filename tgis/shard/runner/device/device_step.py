@@ -93,7 +93,8 @@ class DeviceModel:
         if details is None:
             self.kernels.sample(logits, self.state, rows, answers)
             return
-        questions = Questions.empty(*logits.shape, logits.device)
+        num_rows, vocab_size = logits.shape
+        questions = Questions.empty(num_rows, vocab_size, logits.device)
         self.kernels.sample(logits, self.state, rows, answers, questions)
         self.kernels.describe(questions, details)
 
