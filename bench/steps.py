@@ -42,8 +42,8 @@ def load_runner(
 
 @dataclass
 class Rows:
-    """Create sequences with `length` tokens and separate blocks each; greedy unless `sampling` is given, without
-    token details unless `details` is given."""
+    """Create sequences with `length` tokens and separate blocks each; greedy unless `sampling` is given,
+    without token details unless `details` is given."""
 
     runner: ModelRunner
     batch: int

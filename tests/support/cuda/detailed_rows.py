@@ -11,7 +11,7 @@ from tests.support.cuda.sampled_rows import CPU, POISON, Cases, SampledRows
 from tests.support.plain_sampling import single
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cuda.step_state import MAX_TOP_N, MAX_TOPS, Details, Flag, Questions
-from tgis.shard.runner.device.details import CopiedDetails, PendingDetails
+from tgis.shard.runner.device.details.copies import CopiedDetails, PendingDetails
 from tgis.shard.runner.host_sampler import HostSampler
 from tgis.shard.runner.step_response import SampledTokens
 from tgis.shard.sampling.grammar import Guides

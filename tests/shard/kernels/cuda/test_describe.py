@@ -11,10 +11,10 @@ from tests.support.cuda.detailed_rows import DetailedCases, DetailedRows, Kernel
 from tests.support.cuda.interpreter import interpreted_modules
 from tests.support.cuda.sampled_rows import CPU
 from tests.support.shard.messages import GREEDY, SAMPLE, open_row
-from tgis.shard.kernels.cuda import describe as compiled
 from tgis.shard.kernels.cuda import sample as compiled_sample
+from tgis.shard.kernels.cuda.details import describe as compiled
 from tgis.shard.kernels.cuda.step_state import MAX_TOP_N, MAX_TOPS, Details, Questions
-from tgis.shard.runner.device.details import CopiedDetails
+from tgis.shard.runner.device.details.copies import CopiedDetails
 from tgis.shard.sampling.logprobs import TokenDetails, compute_details
 
 # The CPU adds the probabilities in float32, so its sum differs from the exact one by up to this.

@@ -11,12 +11,12 @@ from tgis.shard.kernels.cuda import (
     attend_segments,
     attend_tiles,
     begin_step,
-    describe,
     gate,
     norm,
     sample,
     turn_and_keep,
 )
+from tgis.shard.kernels.cuda.details import describe
 from tgis.shard.kernels.cuda.states import convolve, keep_inputs, scan_delta, scan_mamba
 
 # Name of a kernel -> module with `launch` and `plain`.

@@ -71,17 +71,8 @@ def launch(
     )
     limits = filters.find_limits(*inputs, highest)
     race_results = keys, winners
-    race[num_blocks, num_samples](
-        *inputs,
-        highest,
-        limits,
-        *race_results,
-        described,
-        VOCAB_SIZE=vocab_size,
-        BLOCK=BLOCK,
-        **blocks,
-        **options,
-    )
+    raced = {"VOCAB_SIZE": vocab_size, "BLOCK": BLOCK, **blocks, **options}
+    race[num_blocks, num_samples](*inputs, highest, limits, *race_results, described, **raced)
     tables = rows.words, rows.stop_ids, rows.token_counts
     append[(num_samples,)](
         sampled_rows, *tables, highest, best, *race_results, answers, queries, **sizes, **blocks, num_warps=1

@@ -16,11 +16,11 @@ from tgis.shard.kernels.cuda.step_state import MAX_TOPS, Details, StagedStep
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
-from tgis.shard.runner.device.details import DetailCopies
+from tgis.shard.runner.device.details.copies import DetailCopies
+from tgis.shard.runner.device.details.prompt_tokens import InputDetails
 from tgis.shard.runner.device.device_rows import RowUpdates, apply_updates
 from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSteps
 from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
-from tgis.shard.runner.device.input_details import InputDetails
 from tgis.shard.runner.device.masks import MaskUploads
 from tgis.shard.runner.device.pending_step import Clock, PendingStep
 from tgis.shard.runner.device.step_packer import StagedArrays, StagedSize, StepPacker

@@ -8,7 +8,7 @@ import numpy as np
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cuda.step_state import Flag
 from tgis.shard.runner import step_response
-from tgis.shard.runner.device.details import PendingDetails
+from tgis.shard.runner.device.details.copies import PendingDetails
 from tgis.shard.runner.device.device_table import SampledRows
 from tgis.shard.runner.device.stream import Event
 from tgis.shard.runner.device.uploads import PinnedSlot, Words

@@ -86,11 +86,7 @@ def adjust(
     state = words + row * NUM_WORDS
     if tl.load(state + ENDED) != 0:
         return
-    wanted = 0
-    if described is not None:
-        wanted = tl.load(state + DETAILS)
-        if wanted == RAW:
-            tl.store(described + sample * VOCAB_SIZE + ids, scores, mask=ids < VOCAB_SIZE)
+    _describe(described, True, RAW, state, sample, ids, scores, VOCAB_SIZE)
     num_biases = tl.load(state + NUM_BIASES)
     if num_biases > 0:
         at = row * MAX_BIASES
@@ -104,14 +100,26 @@ def adjust(
     is_greedy = tl.load(state + GREEDY) != 0
     if is_changed & ~is_greedy:
         tl.store(own + ids, scores, mask=ids < VOCAB_SIZE)
-    if described is not None:  # noqa: SIM102 - the compiler evaluates the first condition
-        if is_greedy & (wanted == FINAL):
-            tl.store(described + sample * VOCAB_SIZE + ids, scores, mask=ids < VOCAB_SIZE)
+    _describe(described, is_greedy, FINAL, state, sample, ids, scores, VOCAB_SIZE)
+    _store_highest(scores, first, sample, highest, best)
+
+
+@triton.jit
+def _store_highest(scores, first, sample, highest, best):
     is_nan = scores != scores
     value, place = tl.max(tl.where(is_nan, -INF, scores), 0, return_indices=True)
     at = sample * tl.num_programs(0) + tl.program_id(0)
     tl.store(highest + at, tl.where(tl.max(is_nan.to(tl.int32), 0) != 0, float("nan"), value))
     tl.store(best + at, first + place)
+
+
+@triton.jit
+def _describe(described, is_final, kind, state, sample, ids, scores, VOCAB_SIZE: tl.constexpr):
+    """Store the scores from which the row's details are computed, if it wants this kind and they are
+    final."""
+    if described is not None:  # noqa: SIM102 - the compiler evaluates the first condition
+        if is_final & (tl.load(state + DETAILS) == kind):
+            tl.store(described + sample * VOCAB_SIZE + ids, scores, mask=ids < VOCAB_SIZE)
 
 
 @triton.jit
@@ -224,10 +232,7 @@ def race(
     scores = tl.load(logits + sample * VOCAB_SIZE + ids, mask=ids < VOCAB_SIZE, other=-INF)  # [BLOCK]
     own = limits + sample * NUM_LIMITS
     kept = are_kept(scores, ids, top, state, own, VOCAB_SIZE) & are_typical(scores, top, state, own)
-    if described is not None:  # noqa: SIM102 - the compiler evaluates the first condition
-        if tl.load(state + DETAILS) == FINAL:
-            left = tl.where(kept, scores, -INF)
-            tl.store(described + sample * VOCAB_SIZE + ids, left, mask=ids < VOCAB_SIZE)
+    _describe(described, True, FINAL, state, sample, ids, tl.where(kept, scores, -INF), VOCAB_SIZE)
     weights = tl.where(kept, exp_negative(scores - top), 0.0)
     seed_low, seed_high = tl.load(state + SEED_LOW), tl.load(state + SEED_HIGH)
     key_low, key_high = draw_key(seed_low, seed_high, tl.load(state + LENGTH))
@@ -262,18 +267,15 @@ def append(
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(sampled_rows + sample).to(tl.int64)
     state = words + row * NUM_WORDS
-    answer = answers + 2 * sample
     blocks = sample * NUM_BLOCKS
     if queries is not None:
         tl.store(queries + sample * QUERY_SIZE + IS_ASKED, 0)
     if tl.load(state + ENDED) != 0:
-        tl.store(answer, 0)
-        tl.store(answer + 1, 0)
+        _answer(answers, sample, 0, 0)
         return
     top, place = find_highest(highest + blocks, NUM_BLOCKS, PADDED_BLOCKS)
     if not (tl.abs(top) < INF):
-        tl.store(answer, 0)
-        tl.store(answer + 1, UNUSABLE_FLAG)
+        _answer(answers, sample, 0, UNUSABLE_FLAG)
         tl.store(state + ENDED, 1)
         return
     if tl.load(state + GREEDY) != 0:
@@ -281,20 +283,44 @@ def append(
     else:
         _, place = find_highest(keys + blocks, NUM_BLOCKS, PADDED_BLOCKS)
         token = tl.load(winners + blocks + place)
-    i = tl.arange(0, MAX_STOP_IDS)
-    stops = tl.load(stop_ids + row * MAX_STOP_IDS + i, mask=i < tl.load(state + NUM_STOP_IDS), other=-1)
     length = tl.load(state + LENGTH) + 1
-    has_ended = (tl.max((stops == token).to(tl.int32), 0) != 0) | (length >= tl.load(state + LIMIT))
-    count = tl.load(token_counts + row * VOCAB_SIZE + token).to(tl.int32)
+    is_stop = _is_stop(token, stop_ids + row * MAX_STOP_IDS, tl.load(state + NUM_STOP_IDS), MAX_STOP_IDS)
+    has_ended = is_stop | (length >= tl.load(state + LIMIT))
+    _ask(queries, sample, token, state)
+    count = token_counts + row * VOCAB_SIZE + token
+    counted = _add_one(tl.load(count))
+    _answer(answers, sample, token, tl.where(has_ended, SAMPLED_FLAG | ENDED_FLAG, SAMPLED_FLAG))
+    tl.store(state + LENGTH, length)
+    tl.store(state + LAST_TOKEN, token)
+    tl.store(state + ENDED, has_ended.to(tl.int32))
+    tl.store(count, counted)
+
+
+@triton.jit
+def _answer(answers, sample, token, flags):
+    tl.store(answers + 2 * sample, token)
+    tl.store(answers + 2 * sample + 1, flags)
+
+
+@triton.jit
+def _add_one(count):
+    """Return a count of `RowState.token_counts` after one more token."""
+    count = count.to(tl.int32)
     is_counted = (count & MAX_COUNT) < MAX_COUNT
+    return (count + is_counted.to(tl.int32)).to(tl.int16)
+
+
+@triton.jit
+def _is_stop(token, stop_ids, num_stop_ids, MAX_STOP_IDS: tl.constexpr):
+    i = tl.arange(0, MAX_STOP_IDS)
+    stops = tl.load(stop_ids + i, mask=i < num_stop_ids, other=-1)
+    return tl.max((stops == token).to(tl.int32), 0) != 0
+
+
+@triton.jit
+def _ask(queries, sample, token, state):
     if queries is not None:
         query = queries + sample * QUERY_SIZE
         tl.store(query + TOKEN_ID, token)
         tl.store(query + QUERY_TOP_N, tl.load(state + TOP_N))
         tl.store(query + IS_ASKED, (tl.load(state + DETAILS) != 0).to(tl.int32))
-    tl.store(answer, token)
-    tl.store(answer + 1, tl.where(has_ended, SAMPLED_FLAG | ENDED_FLAG, SAMPLED_FLAG))
-    tl.store(state + LENGTH, length)
-    tl.store(state + LAST_TOKEN, token)
-    tl.store(state + ENDED, has_ended.to(tl.int32))
-    tl.store(token_counts + row * VOCAB_SIZE + token, (count + is_counted.to(tl.int32)).to(tl.int16))

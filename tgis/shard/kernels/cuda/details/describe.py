@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from tgis.shard.kernels.cuda.functions import describe_kernels
-from tgis.shard.kernels.cuda.functions.describe_kernels import DetailSizes
+from tgis.shard.kernels.cuda.details import describe_kernels
+from tgis.shard.kernels.cuda.details.describe_kernels import DetailSizes
 from tgis.shard.kernels.cuda.functions.filters import MAX_PROGRAMS, mass_scale
 from tgis.shard.kernels.cuda.step_state import MAX_TOP_N, MAX_TOPS, Details, Query, Questions
 from tgis.shard.sampling.logprobs import MAX_TIES
