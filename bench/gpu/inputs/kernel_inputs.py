@@ -17,8 +17,8 @@ from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, Input, KernelSiz
 from tgis.shard.kernels.cuda.implementations import STATE_KERNELS
 from tgis.shard.kernels.cuda.step_state import (
     MAX_TOPS,
-    Details,
-    Questions,
+    DetailQuestions,
+    DeviceDetails,
     Segments,
     StagedStep,
     StepTensors,
@@ -207,10 +207,10 @@ def _draw_questions(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
             scores = 3 * torch.randn(num_tokens, vocab_size, device=device)
             numbers = torch.arange(num_tokens, dtype=torch.int32, device=device)
             queries = torch.stack([numbers, numbers % 21, (numbers % 9 > 0).int()], 1).contiguous()
-            details = Details.empty(num_tokens, MAX_TOPS, device)
+            details = DeviceDetails.empty(num_tokens, MAX_TOPS, device)
             for tensor in details:
                 tensor.zero_()
-            questions = Questions(scores.round() if about else scores, queries)
+            questions = DetailQuestions(scores.round() if about else scores, queries)
             yield f"{num_tokens} x {vocab_size}{about}", Input((questions, details), results=(1,))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.cuda.sampled_rows import CPU, POISON, Cases, SampledRows
 from tests.support.plain_sampling import single
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.kernels.cuda.step_state import MAX_TOP_N, MAX_TOPS, Details, Flag, Questions
+from tgis.shard.kernels.cuda.step_state import MAX_TOP_N, MAX_TOPS, DetailQuestions, DeviceDetails, Flag
 from tgis.shard.runner.device.details.copies import CopiedDetails, PendingDetails
 from tgis.shard.runner.host_sampler import HostSampler
 from tgis.shard.runner.step_response import SampledTokens
@@ -65,8 +65,8 @@ class DetailedRows(SampledRows):
         num_rows = len(logits)
         answers = torch.full((num_rows, 2), POISON, dtype=torch.int32)
         questions, details = (
-            Questions.empty(*logits.shape, CPU),
-            Details.empty(num_rows, MAX_TOPS, CPU),
+            DetailQuestions.empty(*logits.shape, CPU),
+            DeviceDetails.empty(num_rows, MAX_TOPS, CPU),
         )
         for tensor in (questions.queries, details.words):
             tensor.fill_(POISON)

@@ -13,7 +13,7 @@ from tests.support.cuda.sampled_rows import CPU
 from tests.support.shard.messages import GREEDY, SAMPLE, open_row
 from tgis.shard.kernels.cuda import sample as compiled_sample
 from tgis.shard.kernels.cuda.details import describe as compiled
-from tgis.shard.kernels.cuda.step_state import MAX_TOP_N, MAX_TOPS, Details, Questions
+from tgis.shard.kernels.cuda.step_state import MAX_TOP_N, MAX_TOPS, DetailQuestions, DeviceDetails
 from tgis.shard.runner.device.details.copies import CopiedDetails
 from tgis.shard.sampling.logprobs import TokenDetails, compute_details
 
@@ -112,8 +112,8 @@ def make_scores(kind: str, num_rows: int, vocab_size: int) -> Tensor:
 
 def describe(kernels: Kernels, scores: Tensor, token_ids: Tensor, top_n: list[int]) -> TokenDetails:
     queries = torch.stack([token_ids, torch.tensor(top_n), torch.ones_like(token_ids)], 1).int()
-    details = Details.empty(len(scores), MAX_TOPS, CPU)
-    kernels[1](Questions(scores.clone(), queries), details)
+    details = DeviceDetails.empty(len(scores), MAX_TOPS, CPU)
+    kernels[1](DetailQuestions(scores.clone(), queries), details)
     return CopiedDetails(details.words.numpy(), details.logprobs.numpy()).read()
 
 
@@ -160,10 +160,10 @@ def test_scores_that_are_no_numbers_have_no_logprobs(kernels: Kernels, value: fl
 def test_questions_that_are_not_asked_have_no_answers(kernels: Kernels) -> None:
     queries = torch.full((3, 3), 2**30, dtype=torch.int32)
     queries[:, 2] = 0
-    details = Details.empty(3, MAX_TOPS, CPU)
+    details = DeviceDetails.empty(3, MAX_TOPS, CPU)
     details.words.fill_(-7)
     details.logprobs.fill_(-7.0)
-    kernels[1](Questions(torch.full((3, 40), torch.nan), queries), details)
+    kernels[1](DetailQuestions(torch.full((3, 40), torch.nan), queries), details)
     assert all(part.eq(-7).all() for part in details)
 
 
@@ -178,7 +178,7 @@ def test_details_do_not_change_tokens(kernels: Kernels, sampling: dict[str, Any]
         for row in range(num_rows):
             rows.open(open_row(row, [1, 2], sampling={**sampling, "seed": row}, top_n=3))
         answers = torch.zeros(num_rows, 2, dtype=torch.int32)
-        questions = [Questions.empty(num_rows, 150, CPU)] if has_details else []
+        questions = [DetailQuestions.empty(num_rows, 150, CPU)] if has_details else []
         sample(logits.clone(), rows.state, torch.arange(num_rows, dtype=torch.int32), answers, *questions)
         tokens.append((answers, rows.state.words))
     assert torch.equal(tokens[0][0], tokens[1][0])
@@ -186,4 +186,4 @@ def test_details_do_not_change_tokens(kernels: Kernels, sampling: dict[str, Any]
 
 
 def test_no_questions(kernels: Kernels) -> None:
-    kernels[1](Questions.empty(0, 40, CPU), Details.empty(0, MAX_TOPS, CPU))
+    kernels[1](DetailQuestions.empty(0, 40, CPU), DeviceDetails.empty(0, MAX_TOPS, CPU))

@@ -13,9 +13,9 @@ from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
     MAX_COUNT,
     MAX_STOP_IDS,
+    DetailQuestions,
     Flag,
     Query,
-    Questions,
     RowState,
     Wanted,
     Word,
@@ -32,7 +32,7 @@ def launch(
     rows: RowState,
     sampled_rows: Tensor,
     answers: Tensor,
-    questions: Questions | None = None,
+    questions: DetailQuestions | None = None,
 ) -> None:
     """Sample from logits, contiguous float32 [n, vocab_size].
 
@@ -84,7 +84,7 @@ def plain(
     rows: RowState,
     sampled_rows: Tensor,
     answers: Tensor,
-    questions: Questions | None = None,
+    questions: DetailQuestions | None = None,
 ) -> None:
     index = sampled_rows.long()
     words = rows.words[index]  # [n, len(Word)]
@@ -104,7 +104,7 @@ def plain(
 
 
 def _ask(
-    questions: Questions,
+    questions: DetailQuestions,
     raw: Tensor,
     logits: Tensor,
     scores: Tensor,

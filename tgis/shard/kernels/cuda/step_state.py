@@ -155,19 +155,19 @@ class Query(IntEnum):
     IS_ASKED = 2  # 0: the others are undefined, and there is no answer
 
 
-class Questions(NamedTuple):
+class DetailQuestions(NamedTuple):
     """Inputs of `describe` for n tokens."""
 
     scores: Tensor  # float32 [n, vocab_size], -inf where excluded; undefined if the question is not asked
     queries: Tensor  # int32 [n, len(Query)]
 
     @classmethod
-    def empty(cls, num_tokens: int, vocab_size: int, device: torch.device) -> "Questions":
+    def empty(cls, num_tokens: int, vocab_size: int, device: torch.device) -> "DetailQuestions":
         scores = torch.empty((num_tokens, vocab_size), device=device)
         return cls(scores, torch.empty((num_tokens, len(Query)), dtype=torch.int32, device=device))
 
 
-class Details(NamedTuple):
+class DeviceDetails(NamedTuple):
     """Details of n tokens, written by `describe`, with lists of up to `max_tops` top tokens. The lists have
     ascending token ids."""
 
@@ -175,12 +175,12 @@ class Details(NamedTuple):
     logprobs: Tensor  # float32 [n, 1 + max_tops], of the token and of the top tokens
 
     @classmethod
-    def empty(cls, num_tokens: int, max_tops: int, device: torch.device) -> "Details":
+    def empty(cls, num_tokens: int, max_tops: int, device: torch.device) -> "DeviceDetails":
         words = torch.empty((num_tokens, 2 + max_tops), dtype=torch.int32, device=device)
         return cls(words, torch.empty((num_tokens, 1 + max_tops), device=device))
 
-    def first(self, num_tokens: int) -> "Details":
-        return Details(self.words[:num_tokens], self.logprobs[:num_tokens])
+    def first(self, num_tokens: int) -> "DeviceDetails":
+        return DeviceDetails(self.words[:num_tokens], self.logprobs[:num_tokens])
 
 
 class Segments(NamedTuple):

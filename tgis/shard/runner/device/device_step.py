@@ -11,8 +11,8 @@ from tgis.shard.kernels.cuda.attention import CudaPlan
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import (
     MAX_TOPS,
-    Details,
-    Questions,
+    DetailQuestions,
+    DeviceDetails,
     RowState,
     Segments,
     StagedStep,
@@ -88,13 +88,15 @@ class DeviceModel:
         adapters = inputs.adapters
         return Outputs(x, self.model.logits(x[at], adapters and adapters.take(at)))
 
-    def sample(self, logits: Tensor, rows: Tensor, answers: Tensor, details: Details | None = None) -> None:
+    def sample(
+        self, logits: Tensor, rows: Tensor, answers: Tensor, details: DeviceDetails | None = None
+    ) -> None:
         """Sample the next tokens of rows [n] from logits [n, vocab_size], and compute their details."""
         if details is None:
             self.kernels.sample(logits, self.state, rows, answers)
             return
         num_rows, vocab_size = logits.shape
-        questions = Questions.empty(num_rows, vocab_size, logits.device)
+        questions = DetailQuestions.empty(num_rows, vocab_size, logits.device)
         self.kernels.sample(logits, self.state, rows, answers, questions)
         self.kernels.describe(questions, details)
 
@@ -134,13 +136,13 @@ class EagerStep:
         return self._outputs
 
     @torch.inference_mode()
-    def sample(self, details: Details | None = None) -> None:
+    def sample(self, details: DeviceDetails | None = None) -> None:
         logits = self.outputs().logits
         assert logits is not None
         self._on.sample(logits, self._staged.sampled_rows, self.answers, details)
 
-    def make_details(self) -> Details:
-        return Details.empty(len(self.answers), MAX_TOPS, self.answers.device)
+    def make_details(self) -> DeviceDetails:
+        return DeviceDetails.empty(len(self.answers), MAX_TOPS, self.answers.device)
 
 
 class FixedSteps:
@@ -155,7 +157,7 @@ class FixedSteps:
         _, num_words = place_arrays([prod(shape) for shape in shapes])
         self.staged = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         self.answers = torch.zeros((max_rows, 2), dtype=torch.int32, device=self._device)
-        self.details = Details.empty(max_rows, MAX_TOPS, self._device)
+        self.details = DeviceDetails.empty(max_rows, MAX_TOPS, self._device)
         self._logits: Tensor | None = None
 
     @property

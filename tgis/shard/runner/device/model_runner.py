@@ -12,12 +12,12 @@ from torch import Tensor
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
-from tgis.shard.kernels.cuda.step_state import MAX_TOPS, Details, StagedStep
+from tgis.shard.kernels.cuda.step_state import MAX_TOPS, DeviceDetails, StagedStep
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.device.details.copies import DetailCopies
-from tgis.shard.runner.device.details.prompt_tokens import InputDetails
+from tgis.shard.runner.device.details.prompt_tokens import PromptDetails
 from tgis.shard.runner.device.device_rows import RowUpdates, apply_updates
 from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSteps
 from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
@@ -47,7 +47,7 @@ class QueuedStep(NamedTuple):
     adapters: TokenAdapters | None
     outputs: Callable[[], Outputs]  # valid after the forward pass
     sample: Callable[[], None]  # queues the sampling, which writes `answers`
-    sample_detailed: Callable[[], Details]  # the same, and returns the memory of token details
+    sample_detailed: Callable[[], DeviceDetails]  # the same, and returns the memory of token details
     answers: Tensor  # int32 [at least num_sampled, 2]
 
 
@@ -88,7 +88,7 @@ class DeviceModelRunner:
         self._fixed = FixedSteps(on, packer, max_rows, stream)
         self.graphs = StepGraphs(stream, self._make_parts, memory_left)
         self._is_answering = info.rank == 0
-        self._inputs = InputDetails(on, self._table, self._uploads, stream, self._is_answering)
+        self._inputs = PromptDetails(on, self._table, self._uploads, stream, self._is_answering)
         self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)
         self._launched = deque[PendingStep]()  # steps whose answers have not been applied to the table
         self._clock = Clock()
@@ -177,7 +177,7 @@ class DeviceModelRunner:
         step = EagerStep(self._on, staged, size, virtual, adapters)
         self._stream.run(step.forward)
 
-        def sample_detailed() -> Details:
+        def sample_detailed() -> DeviceDetails:
             details = step.make_details()
             self._stream.run(lambda: step.sample(details))
             return details
@@ -211,7 +211,7 @@ class DeviceModelRunner:
             is_first = has_prompts or count == len(arrays.token_rows)
             return Outputs(logits, logits[:count] if is_first else logits[torch.from_numpy(at)])
 
-        def sample_detailed() -> Details:
+        def sample_detailed() -> DeviceDetails:
             captured.sample_detailed.replay()
             return self._fixed.details
 
@@ -264,7 +264,7 @@ class DeviceModelRunner:
         self._launched.append(pending)
         return pending
 
-    def _queue_sampling(self, rows: Integers, step: QueuedStep) -> Details | None:
+    def _queue_sampling(self, rows: Integers, step: QueuedStep) -> DeviceDetails | None:
         """Queue a step's sampling. Return the memory of the details of its tokens, if any row wants them."""
         if not self._is_answering or not self._table.wants_details[rows].any():
             step.sample()

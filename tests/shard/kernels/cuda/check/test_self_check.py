@@ -18,7 +18,7 @@ from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, KernelSizes
 from tgis.shard.kernels.cuda.check.self_check import TOLERANCES, check, choose_implementations
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.kernels.cuda.states.chunks import StateMemory
-from tgis.shard.kernels.cuda.step_state import Details
+from tgis.shard.kernels.cuda.step_state import DeviceDetails
 from tgis.shard.memory.state_cache import StateSizes
 from tgis.shard.models.registry import make_spec
 from tgis.shard.startup.cuda_platform import configure_products, find_sizes
@@ -61,7 +61,7 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]
         written = args[results[-1]]
         if isinstance(written, StateMemory):
             written = written.pending
-        if isinstance(written, Details):
+        if isinstance(written, DeviceDetails):
             written = written.words
         tensor = written if isinstance(written, Tensor) else written.seq_lens
         tensor.copy_(change(tensor))

@@ -19,9 +19,9 @@ from tgis.shard.kernels.cuda.step_state import (
     MAX_TOPS,
     OFF_WORDS,
     STATE_CHUNK,
-    Details,
+    DetailQuestions,
+    DeviceDetails,
     Query,
-    Questions,
     RowState,
     Segments,
     StagedStep,
@@ -194,7 +194,7 @@ def _samples(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMAL
     sampled, answers = draw.integers([3, 1, NUM_ROWS, 0, 4, 2]), draw.integers([[-1, -1]] * NUM_ROWS)
     yield Input((logits, rows, sampled, answers), results=(1, 3), overwritten=0)
     logits = 3 * draw.normal(NUM_ROWS - 1, sizes.vocab_size)
-    asked = Questions(torch.zeros_like(logits), draw.integers([[0] * len(Query)] * len(logits)))
+    asked = DetailQuestions(torch.zeros_like(logits), draw.integers([[0] * len(Query)] * len(logits)))
     answers = draw.integers([[-1, -1]] * len(logits))
     yield Input((logits, rows, sampled[:-1], answers, asked), results=(1, 3, 4), overwritten=0)
     filtered = 3 * draw.normal(2, sizes.vocab_size), rows, draw.integers([5, 2])
@@ -208,10 +208,10 @@ def _questions(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SM
     scores[1] = scores[1].round()
     scores[2, 3:] = -torch.inf
     queries = draw.integers([[7, 10, 1], [9, 5, 1], [1, 4, 1], [0, 0, 0]])
-    details = Details.empty(count, MAX_TOPS, device)
+    details = DeviceDetails.empty(count, MAX_TOPS, device)
     for tensor in details:
         tensor.zero_()
-    yield Input((Questions(scores, queries), details), results=(1,))
+    yield Input((DetailQuestions(scores, queries), details), results=(1,))
 
 
 # New tokens of four sequences: in their first and later chunks, at and around ends of chunks. One has none.

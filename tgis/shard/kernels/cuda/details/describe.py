@@ -9,17 +9,16 @@ import torch
 import triton
 from torch import Tensor
 
-from tgis.shard.kernels.cuda.details import describe_kernels
-from tgis.shard.kernels.cuda.details.describe_kernels import DetailSizes
+from tgis.shard.kernels.cuda.details.describe_kernels import DetailSizes, answer, sum_blocks
 from tgis.shard.kernels.cuda.functions.filters import MAX_PROGRAMS, mass_scale
-from tgis.shard.kernels.cuda.step_state import MAX_TOP_N, MAX_TOPS, Details, Query, Questions
+from tgis.shard.kernels.cuda.step_state import MAX_TOP_N, MAX_TOPS, DetailQuestions, DeviceDetails, Query
 from tgis.shard.sampling.logprobs import MAX_TIES
 
 NUM_GROUPS, GROUP = 8, 256  # groups per block, and tokens per group: 16 tokens per thread
 NUM_WARPS, LIST_WARPS = 4, 8
 
 
-def launch(questions: Questions, details: Details) -> None:
+def launch(questions: DetailQuestions, details: DeviceDetails) -> None:
     """Answer the questions that are asked. The lists of `details` must have room for MAX_TIES times the
     number of top tokens of each question, which is at most MAX_TOP_N.
 
@@ -49,15 +48,13 @@ def launch(questions: Questions, details: Details) -> None:
     blocks = empty(num_blocks, torch.float32), empty(num_blocks, torch.int64), empty(num_blocks, torch.int32)
     grid = min(num_blocks, triton.cdiv(MAX_PROGRAMS, num_tokens)), num_tokens
     options = {"SIZES": sizes, "enable_fp_fusion": False}
-    describe_kernels.sum_blocks[grid](scores, queries, peaks, *blocks, num_warps=NUM_WARPS, **options)
+    sum_blocks[grid](scores, queries, peaks, *blocks, num_warps=NUM_WARPS, **options)
     chosen = empty(MAX_TOPS, torch.int32)
     answers = *details, details.words.stride(0), details.logprobs.stride(0)
-    describe_kernels.answer[(num_tokens,)](
-        scores, queries, peaks, *blocks, chosen, *answers, num_warps=LIST_WARPS, **options
-    )
+    answer[(num_tokens,)](scores, queries, peaks, *blocks, chosen, *answers, num_warps=LIST_WARPS, **options)
 
 
-def plain(questions: Questions, details: Details) -> None:
+def plain(questions: DetailQuestions, details: DeviceDetails) -> None:
     scores, queries = questions
     vocab_size = scores.shape[1]
     is_asked = queries[:, Query.IS_ASKED, None] != 0

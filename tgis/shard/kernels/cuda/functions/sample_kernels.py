@@ -74,8 +74,8 @@ def adjust(
     """Apply the row's parameters to the logits of block program_id(0) of sample program_id(1).
 
     Writes the block's highest logit (NaN if there is one) and its token id, the lowest of equals. The logits
-    are written only if they have changed and a token will be drawn. described: None, or `Questions.scores`,
-    which receives the scores that a row's details need, unless `race` writes them."""
+    are written only if they have changed and a token will be drawn. described: None, or the scores of
+    `DetailQuestions`, which receive those that a row's details need, unless `race` writes them."""
     sample = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     ids = first + tl.arange(0, BLOCK)

@@ -22,8 +22,8 @@ from tgis.shard.kernels.cuda.step_state import (
     MAX_STOP_IDS,
     MAX_TOPS,
     STATE_CHUNK,
-    Details,
-    Questions,
+    DetailQuestions,
+    DeviceDetails,
     RowState,
     Segments,
     StagedStep,
@@ -287,14 +287,14 @@ def find_begin_step(num_tokens: int) -> Variant:
 
 def _sample(kernels: Implementations, model: ModelShape, num_rows: int, has_details: bool = False) -> None:
     logits, rows = _floats(num_rows, model.vocab_size), _rows(model.vocab_size)
-    questions = Questions.empty(num_rows, model.vocab_size, logits.device) if has_details else None
+    questions = DetailQuestions.empty(num_rows, model.vocab_size, logits.device) if has_details else None
     kernels.sample(logits, rows, _empty(num_rows), _empty(num_rows, 2), questions)
 
 
 def _describe(kernels: Implementations, model: ModelShape, num_tokens: int) -> None:
     device = torch.device("meta")
-    questions = Questions.empty(num_tokens, model.vocab_size, device)
-    kernels.describe(questions, Details.empty(num_tokens, MAX_TOPS, device))
+    questions = DetailQuestions.empty(num_tokens, model.vocab_size, device)
+    kernels.describe(questions, DeviceDetails.empty(num_tokens, MAX_TOPS, device))
 
 
 def _norm(

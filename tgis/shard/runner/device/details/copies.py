@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.kernels.cuda.step_state import Details
+from tgis.shard.kernels.cuda.step_state import DeviceDetails
 from tgis.shard.runner import step_response
 from tgis.shard.runner.device.device_table import DeviceTable
 from tgis.shard.runner.device.stream import DeviceStream
@@ -20,13 +20,13 @@ from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, blank_details,
 
 
 class CopiedDetails(NamedTuple):
-    """`Details` in pinned memory, valid once the device has copied them."""
+    """`DeviceDetails` in pinned memory, valid once the device has copied them."""
 
     words: Words
     logprobs: npt.NDArray[np.float32]
 
     @classmethod
-    def view(cls, memory: Words, begins: Sequence[int], details: Details) -> Self:
+    def view(cls, memory: Words, begins: Sequence[int], details: DeviceDetails) -> Self:
         words, logprobs = (
             memory[begin : begin + part.numel()].reshape(part.shape)
             for begin, part in zip(begins, details, strict=True)
@@ -83,7 +83,10 @@ class DetailCopies:
         self._slots = PinnedRing(stream, num_words)
 
     def queue(
-        self, inputs: Sequence[tuple[InputSpan, Details | None]], rows: Integers, sampled: Details | None
+        self,
+        inputs: Sequence[tuple[InputSpan, DeviceDetails | None]],
+        rows: Integers,
+        sampled: DeviceDetails | None,
     ) -> PendingDetails:
         """Queue the copies of the details of prompt tokens, and of the tokens of the rows that sample, if any
         of them wants details."""
@@ -96,7 +99,7 @@ class DetailCopies:
             sampled=sampled and next(copied),
         )
 
-    def _copy(self, parts: Sequence[Details]) -> list[CopiedDetails]:
+    def _copy(self, parts: Sequence[DeviceDetails]) -> list[CopiedDetails]:
         tensors = [tensor for part in parts for tensor in part]
         begins, num_words = place_arrays([tensor.numel() for tensor in tensors])
         slot = self._slots.take(num_words)

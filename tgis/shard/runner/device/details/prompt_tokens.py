@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tgis.shard.kernels.cuda.step_state import Details, Query, Questions
+from tgis.shard.kernels.cuda.step_state import DetailQuestions, DeviceDetails, Query
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.runner.device.device_step import DeviceModel
 from tgis.shard.runner.device.device_table import DeviceTable
@@ -17,7 +17,7 @@ from tgis.shard.runner.host_sampler import HEAD_ROWS
 from tgis.shard.sampling.logprobs import MAX_TIES, InputSpan
 
 
-class InputDetails:
+class PromptDetails:
     """Only rank 0 answers, but all ranks must compute the logits together."""
 
     def __init__(
@@ -31,7 +31,7 @@ class InputDetails:
 
     def queue(
         self, spans: Sequence[InputSpan], outputs: Callable[[], Outputs], adapters: TokenAdapters | None
-    ) -> list[tuple[InputSpan, Details | None]]:
+    ) -> list[tuple[InputSpan, DeviceDetails | None]]:
         """Queue the details of spans after their forward pass, whose outputs `outputs` returns when it is
         done. Return the memory of the details, or None for rows that want only the ids. Token 0, which has no
         details, is left out."""
@@ -39,13 +39,13 @@ class InputDetails:
 
     def _queue_span(
         self, span: InputSpan, outputs: Callable[[], Outputs], adapters: TokenAdapters | None
-    ) -> Details | None:
+    ) -> DeviceDetails | None:
         if not self._table.wants_details[span.row]:
             return None
         queries = self._make_queries(span)
         [sent] = self._uploads.send([queries])
         max_tops = MAX_TIES * int(queries[:, Query.TOP_N].max(initial=0))
-        details = Details.empty(len(queries), max_tops, self._stream.device)
+        details = DeviceDetails.empty(len(queries), max_tops, self._stream.device)
 
         @torch.inference_mode()
         def describe() -> None:
@@ -70,10 +70,10 @@ class InputDetails:
         first_x: int,
         part: slice,
         queries: Tensor,
-        details: Details,
+        details: DeviceDetails,
     ) -> None:
         at = slice(first_x + part.start, first_x + part.stop)
         logits = self._on.model.logits(x[at], adapters and adapters.take(at))
         if self._is_answering:
-            questions = Questions(logits, queries[part])
-            self._on.kernels.describe(questions, Details(details.words[part], details.logprobs[part]))
+            questions = DetailQuestions(logits, queries[part])
+            self._on.kernels.describe(questions, DeviceDetails(details.words[part], details.logprobs[part]))
