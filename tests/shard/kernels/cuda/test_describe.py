@@ -117,7 +117,9 @@ def describe(kernels: Kernels, scores: Tensor, token_ids: Tensor, top_n: list[in
     return CopiedDetails(details.words.numpy(), details.logprobs.numpy()).read()
 
 
-@pytest.mark.parametrize("vocab_size", [1, 7, 300, pytest.param(4100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "vocab_size", [1, 300, *(pytest.param(size, marks=pytest.mark.slow) for size in (7, 4100))]
+)
 @pytest.mark.parametrize("kind", ["normal", "ties", "excluded", "equal", "ascending", "one group"])
 def test_scores_of_every_kind(kernels: Kernels, kind: str, vocab_size: int) -> None:
     top_n = [0, 1, 2, 5, MAX_TOP_N]
