@@ -16,6 +16,7 @@ from tgis.shard.kernels.cuda import (
     sample,
     turn_and_keep,
 )
+from tgis.shard.kernels.cuda.details import describe
 from tgis.shard.kernels.cuda.states import convolve, keep_inputs, scan_delta, scan_mamba
 
 # Name of a kernel -> module with `launch` and `plain`.
@@ -27,6 +28,7 @@ KERNELS: dict[str, ModuleType] = {
     "attend_tiles": attend_tiles,
     "gate": gate,
     "sample": sample,
+    "describe": describe,
     "convolve": convolve,
     "scan_mamba": scan_mamba,
     "scan_delta": scan_delta,
@@ -47,6 +49,7 @@ class Implementations:
     attend_tiles: Callable[..., None]
     gate: Callable[..., Tensor]
     sample: Callable[..., None]
+    describe: Callable[..., None]
     convolve: Callable[..., Tensor]
     scan_mamba: Callable[..., Tensor]
     scan_delta: Callable[..., Tensor]
