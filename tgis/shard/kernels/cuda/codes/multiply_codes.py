@@ -1,5 +1,5 @@
-"""Products with codes. Tensor cores multiply the numbers of codes, which are exact in 16 bits except for those
-of some tables, and each group's sum is multiplied by its scale in float32.
+"""Products with codes. Tensor cores multiply the numbers of codes, which are exact in 16 bits except for
+those of some tables, and each group's sum is multiplied by its scale in float32.
 
 The sums of a row have the same order however many rows there are: tiles in order within a part of the
 columns, and then the parts in order. The number of parts depends on the matrix only."""
@@ -15,10 +15,11 @@ from tgis.shard.kernels.cuda.codes.packed import OUTPUTS, PackedCodes
 from tgis.shard.kernels.cuda.codes.widen_codes import plain as widen
 
 MAX_ROWS = 512
-"""Maximum rows for which codes are converted anew for each group of rows. For more rows, it takes less time to
-write the weights to memory as floats, once, and multiply those."""
+"""Maximum rows for which codes are converted anew for each group of rows. For more rows, it takes less time
+to write the weights to memory as floats, once, and multiply those."""
 NUM_WARPS = 4
 STAGES = {16: 4, 32: 4, 64: 3, 128: 2}  # rows of x that a program multiplies -> tiles in shared memory
+MAX_SUMMED = 64
 WANTED_PROGRAMS, MAX_PARTS, MIN_TILES = 256, 8, 4
 BLOCK, ADD_WARPS = 1024, 4
 _COUNTS = ["num_rows", "num_tiles", "part_size", "num_groups", "pieces_per_group"]
@@ -162,7 +163,7 @@ def launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dty
     parts = out
     if num_parts > 1:
         parts = torch.empty(num_parts * num_rows, weight.out_features, dtype=torch.float32, device=x.device)
-    rows = next((rows for rows in STAGES if rows >= num_rows), max(STAGES))
+    rows = next((rows for rows in list_rows(weight) if rows >= num_rows), list_rows(weight)[-1])
     multiply_codes_kernel[(triton.cdiv(num_rows, rows), weight.num_panels, num_parts)](
         *(x, weight.codes, weight.scales, weight.zeros, weight.offsets, weight.table, weight.order),
         bias if num_parts == 1 else None,
@@ -193,6 +194,12 @@ def launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dty
             num_warps=ADD_WARPS,
         )
     return out
+
+
+def list_rows(weight: PackedCodes) -> list[int]:
+    """Return the numbers of rows that a program may multiply, in order. With offsets, the sums of many rows of x
+    need more registers than there are."""
+    return [rows for rows in STAGES if weight.offsets is None or rows <= MAX_SUMMED]
 
 
 def count_parts(weight: PackedCodes) -> int:

@@ -1,10 +1,10 @@
-"""Memory layout of codes on GPUs. A matrix is split into panels of OUTPUTS rows, and a panel into tiles of two
-halves of `piece` columns each. A half lies in one group. With 4 bits, the lower 4 bits of a tile's bytes are
-the codes of its first half, and the upper 4 bits those of its second; with 8 bits, the second half follows the
-first. All tiles of a panel are adjacent, so that a program reads consecutive memory."""
+"""Memory layout of codes on GPUs. A matrix is split into panels of OUTPUTS rows, and a panel into tiles of
+two halves of `piece` columns each. A half lies in one group. With 4 bits, the lower 4 bits of a tile's bytes
+are the codes of its first half, and the upper 4 bits those of its second; with 8 bits, the second half is
+after the first. All tiles of a panel are adjacent, so that a program reads consecutive memory."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class PackedCodes:
     pieces_per_group: int
     centre: int  # subtracted from integers without zeros
     codes: Tensor
-    """uint8 [num_panels, num_tiles, OUTPUTS, piece]; with 8 bits [num_panels, num_tiles, 2, OUTPUTS, piece]"""
+    """uint8 [num_panels, num_tiles, OUTPUTS, piece], with 8 bits [..., 2, OUTPUTS, piece]"""
     scales: Tensor  # any float type [num_panels, num_groups, OUTPUTS]
     zeros: Tensor | None = None  # int16, as `scales`
     offsets: Tensor | None = None  # type and shape of `scales`
@@ -55,7 +55,9 @@ class PackedCodes:
         return self.pieces_per_group % 2 == 0
 
     def to(self, device: torch.device) -> Self:
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **moved)
 
     def list_halves(self) -> Tensor:
