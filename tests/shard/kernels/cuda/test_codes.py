@@ -19,8 +19,8 @@ from tgis.shard.kernels.cuda.codes import multiply_codes, widen_codes
 from tgis.shard.kernels.cuda.codes.multiply_codes import MAX_ROWS, STAGES, count_parts
 from tgis.shard.kernels.cuda.codes.packed import OUTPUTS, PackedCodes
 from tgis.shard.kernels.cuda.codes.packing import can_pack, count_bytes, pack
-from tgis.shard.kernels.cuda.codes.product import CudaCodeProduct, CudaJoinedProduct, pack_product
 from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.products.codes import CudaCodeProduct, CudaJoinedProduct, pack_product
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 TWINS = Implementations.plain()

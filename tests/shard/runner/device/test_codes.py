@@ -16,10 +16,10 @@ from tests.support.shard.quantized_files import KINDS, write_quantized
 from tests.support.shard.stepping import ALONE, read_config
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import CPU
-from tgis.shard.kernels.cuda.codes.product import CudaCodeProduct
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
-from tgis.shard.kernels.cuda.product import CudaProduct
+from tgis.shard.kernels.cuda.products.codes import CudaCodeProduct
+from tgis.shard.kernels.cuda.products.floats import CudaProduct
 from tgis.shard.models import registry
 from tgis.shard.quant.schemes.weight_only import WEIGHT_ONLY
 from tgis.shard.runner.interface import ModelRunner

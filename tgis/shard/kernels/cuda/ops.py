@@ -12,9 +12,9 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.kernels.cuda.codes.packing import can_pack, count_bytes
-from tgis.shard.kernels.cuda.codes.product import CudaCodeProduct, CudaJoinedProduct, pack_product
 from tgis.shard.kernels.cuda.implementations import Implementations
-from tgis.shard.kernels.cuda.product import CudaProduct, DeviceProduct
+from tgis.shard.kernels.cuda.products.codes import CudaCodeProduct, CudaJoinedProduct, pack_product
+from tgis.shard.kernels.cuda.products.floats import CudaProduct, DeviceProduct
 from tgis.shard.kernels.cuda.states import mix
 from tgis.shard.kernels.portable.ops import TorchKernels, read_packed
 from tgis.shard.layers.lora import TokenAdapters

@@ -282,7 +282,7 @@ def _products(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMA
     for number, layout in enumerate(sizes.codes):
         weight = draw_packed(layout, sizes.hidden_size).to(device)
         bias = draw.normal(weight.out_features, dtype=dtype)
-        for num_rows in (3,) if number else (3, 20, 40, 70):
+        for num_rows in (3,) if number else (3, 20, 70):
             x = draw.normal(num_rows, sizes.hidden_size, dtype=dtype)
             yield Input((x, weight, bias, dtype))
 

@@ -10,124 +10,101 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgis.shard.kernels.cuda.codes.numbers import find_numbers
-from tgis.shard.kernels.cuda.codes.packed import OUTPUTS, PackedCodes
+from tgis.shard.kernels.cuda.codes.numbers import (
+    CodeArguments,
+    Form,
+    find_numbers,
+    load_codes,
+    load_planes,
+)
+from tgis.shard.kernels.cuda.codes.packed import PackedCodes
 from tgis.shard.kernels.cuda.codes.widen_codes import plain as widen
 
-MAX_ROWS = 512
+MAX_ROWS = 256
 """Maximum rows for which codes are converted anew for each group of rows. For more rows, it takes less time
 to write the weights to memory as floats, once, and multiply those."""
 NUM_WARPS = 4
-STAGES = {16: 4, 32: 4, 64: 3, 128: 2}  # rows of x that a program multiplies -> tiles in shared memory
-MAX_SUMMED = 64
+STAGES = {16: 4, 32: 4, 64: 3}  # rows of x that a program multiplies -> tiles in shared memory
 WANTED_PROGRAMS, MAX_PARTS, MIN_TILES = 256, 8, 4
 BLOCK, ADD_WARPS = 1024, 4
-_COUNTS = ["num_rows", "num_tiles", "part_size", "num_groups", "pieces_per_group"]
 
 
 @triton.jit
-def _load_half(x, order, row, is_row, in_features, first, PIECE: tl.constexpr, HAS_ORDER: tl.constexpr):
-    """Return columns `first` and the following of x, transposed: [PIECE, ROWS]."""
-    column = first + tl.arange(0, PIECE)
-    if HAS_ORDER:
-        column = tl.load(order + column)
+def multiply_half(x, weight, row, is_row, in_features, first, codes, zero, sums, FORM: tl.constexpr):
+    """Add the products of the numbers of codes and the columns of x that begin with `first` to `sums`,
+    [outputs, ROWS]. Also return the sums of these columns, [1, ROWS], if there are offsets."""
+    column = first + tl.arange(0, FORM.piece)
+    is_column = column < in_features
+    if weight.order is not None:
+        column = tl.load(weight.order + column)
         is_column = column >= 0
-    else:
-        is_column = column < in_features
-    places = row[None, :] * in_features + column[:, None]
-    return tl.load(x + places, mask=is_column[:, None] & is_row[None, :], other=0.0)
+    place = row[None, :] * in_features + column[:, None]
+    x_half = tl.load(x + place, mask=is_column[:, None] & is_row[None, :], other=0.0)  # [piece, ROWS]
+    number = find_numbers(weight, codes, zero, FORM)
+    sums = tl.dot(number.to(x_half.dtype), x_half, sums, input_precision="ieee")
+    x_sum = 0.0
+    if weight.offsets is not None:
+        x_sum = tl.sum(x_half.to(tl.float32), 0)[None, :]
+    return sums, x_sum
 
 
 @triton.jit
-def _load_plane(planes, piece, pieces_per_group, output, OUTPUTS: tl.constexpr, HAS_PLANE: tl.constexpr):
-    """Return the scales, zeros or offsets of a piece, float32 [OUTPUTS], or 0."""
-    result = 0.0
-    if HAS_PLANE:
-        result = tl.load(planes + piece // pieces_per_group * OUTPUTS + output).to(tl.float32)
-    return result
+def sum_tiles(x, weight, row, is_row, in_features, panel, begin, end, FORM: tl.constexpr, ROWS: tl.constexpr):
+    """Return the products over tiles from `begin` to `end`, [outputs, ROWS]. The scales, zeros and offsets
+    of the next pieces are loaded before the current ones are multiplied."""
+    OUTPUTS: tl.constexpr = FORM.outputs
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    last = 2 * weight.num_tiles - 1
+    scale, zero, offset = load_planes(weight, panel, 2 * begin, FORM)
+    for tile in range(begin, end):
+        codes, other_codes = load_codes(weight, panel, tile, FORM)
+        following = tl.minimum(2 * tile + 1 + FORM.shares_scales, last)
+        next_scale, next_zero, next_offset = load_planes(weight, panel, following, FORM)
+        sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        column = 2 * tile * FORM.piece
+        sums, x_sum = multiply_half(x, weight, row, is_row, in_features, column, codes, zero, sums, FORM)
+        if weight.offsets is not None:
+            total += offset * x_sum
+        if not FORM.shares_scales:
+            total += sums * scale
+            scale, zero, offset = next_scale, next_zero, next_offset
+            following = tl.minimum(2 * tile + 2, last)
+            next_scale, next_zero, next_offset = load_planes(weight, panel, following, FORM)
+            sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        column += FORM.piece
+        sums, x_sum = multiply_half(
+            x, weight, row, is_row, in_features, column, other_codes, zero, sums, FORM
+        )
+        if weight.offsets is not None:
+            total += offset * x_sum
+        total += sums * scale
+        scale, zero, offset = next_scale, next_zero, next_offset
+    return total
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=["num_rows"])
 def multiply_codes_kernel(
     x,
-    codes,
-    scales,
-    zeros,
-    offsets,
-    table,
-    order,
+    weight,
     bias,
     out,
     num_rows,
     in_features,
     out_features,
-    num_tiles,
     part_size,
-    num_groups,
-    pieces_per_group,
+    FORM: tl.constexpr,
     ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    PIECE: tl.constexpr,
-    BITS: tl.constexpr,
-    CENTRE: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    SHARES_SCALES: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_PARTS: tl.constexpr,
 ):
-    """Compute ROWS rows of a panel's outputs, [OUTPUTS, ROWS], over the `part_size` tiles of a part."""
+    """Compute ROWS rows of a panel's outputs over the `part_size` tiles of a part."""
     panel, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row, row = row < num_rows, row.to(tl.int64)
-    output = tl.arange(0, OUTPUTS)
-    HALF_BYTES: tl.constexpr = OUTPUTS * PIECE
-    TILE_BYTES: tl.constexpr = HALF_BYTES * BITS // 4
-    codes += panel * num_tiles * TILE_BYTES
-    code_at = output[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-    plane_at = panel * num_groups * OUTPUTS + output
-    first, end = part * part_size, tl.minimum((part + 1) * part_size, num_tiles)
-    # Those of the next tile are loaded before the current one is multiplied.
-    scale = _load_plane(scales, 2 * first, pieces_per_group, plane_at, OUTPUTS, True)
-    zero = _load_plane(zeros, 2 * first, pieces_per_group, plane_at, OUTPUTS, HAS_ZEROS)
-    offset = _load_plane(offsets, 2 * first, pieces_per_group, plane_at, OUTPUTS, HAS_OFFSETS)
-    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for tile in range(first, end):
-        packed = tl.load(codes + tile * TILE_BYTES + code_at).to(tl.int32)
-        if BITS == 4:
-            other = packed >> 4
-            packed = packed & 15
-        else:
-            other = tl.load(codes + tile * TILE_BYTES + HALF_BYTES + code_at).to(tl.int32)
-        later = tl.minimum(2 * tile + 1 + SHARES_SCALES, 2 * num_tiles - 1)
-        next_scale = _load_plane(scales, later, pieces_per_group, plane_at, OUTPUTS, True)
-        next_zero = _load_plane(zeros, later, pieces_per_group, plane_at, OUTPUTS, HAS_ZEROS)
-        next_offset = _load_plane(offsets, later, pieces_per_group, plane_at, OUTPUTS, HAS_OFFSETS)
-        x_half = _load_half(x, order, row, is_row, in_features, 2 * tile * PIECE, PIECE, HAS_ORDER)
-        number = find_numbers(packed, zero, table, CENTRE, NUMBERS, HAS_ZEROS)
-        sums = tl.dot(number.to(x_half.dtype), x_half, input_precision="ieee")
-        if HAS_OFFSETS:
-            total += offset[:, None] * tl.sum(x_half.to(tl.float32), 0)[None, :]
-        if not SHARES_SCALES:
-            total += sums * scale[:, None]
-            scale, zero, offset = next_scale, next_zero, next_offset
-            later = tl.minimum(2 * tile + 2, 2 * num_tiles - 1)
-            next_scale = _load_plane(scales, later, pieces_per_group, plane_at, OUTPUTS, True)
-            next_zero = _load_plane(zeros, later, pieces_per_group, plane_at, OUTPUTS, HAS_ZEROS)
-            next_offset = _load_plane(offsets, later, pieces_per_group, plane_at, OUTPUTS, HAS_OFFSETS)
-            sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
-        x_half = _load_half(x, order, row, is_row, in_features, (2 * tile + 1) * PIECE, PIECE, HAS_ORDER)
-        number = find_numbers(other, zero, table, CENTRE, NUMBERS, HAS_ZEROS)
-        sums = tl.dot(number.to(x_half.dtype), x_half, sums, input_precision="ieee")
-        if HAS_OFFSETS:
-            total += offset[:, None] * tl.sum(x_half.to(tl.float32), 0)[None, :]
-        total += sums * scale[:, None]
-        scale, zero, offset = next_scale, next_zero, next_offset
-    column = panel * OUTPUTS + output
+    begin, end = part * part_size, tl.minimum((part + 1) * part_size, weight.num_tiles)
+    total = sum_tiles(x, weight, row, is_row, in_features, panel, begin, end, FORM, ROWS)
+    column = panel * FORM.outputs + tl.arange(0, FORM.outputs)
     is_column = column < out_features
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if HAS_PARTS:
         row += part.to(tl.int64) * num_rows
@@ -136,9 +113,7 @@ def multiply_codes_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
-def add_parts_kernel(
-    parts, bias, out, num_rows, out_features, num_parts, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
+def add_parts_kernel(parts, bias, out, num_rows, out_features, num_parts, BLOCK: tl.constexpr):
     """Add the parts of BLOCK columns of row `program_id(0)` in order."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -146,7 +121,7 @@ def add_parts_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(num_parts):
         total += tl.load(parts + (part * num_rows + row) * out_features + column, mask=is_column, other=0.0)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
     tl.store(out + row * out_features + column, total.to(out.dtype.element_ty), mask=is_column)
 
@@ -163,25 +138,12 @@ def launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dty
     parts = out
     if num_parts > 1:
         parts = torch.empty(num_parts * num_rows, weight.out_features, dtype=torch.float32, device=x.device)
-    rows = next((rows for rows in list_rows(weight) if rows >= num_rows), list_rows(weight)[-1])
+    rows = next((rows for rows in STAGES if rows >= num_rows), max(STAGES))
     multiply_codes_kernel[(triton.cdiv(num_rows, rows), weight.num_panels, num_parts)](
-        *(x, weight.codes, weight.scales, weight.zeros, weight.offsets, weight.table, weight.order),
-        bias if num_parts == 1 else None,
-        parts,
-        *(num_rows, in_features, weight.out_features),
-        *(weight.num_tiles, triton.cdiv(weight.num_tiles, num_parts)),
-        *(weight.num_groups, weight.pieces_per_group),
+        *(x, CodeArguments.of(weight), bias if num_parts == 1 else None, parts),
+        *(num_rows, in_features, weight.out_features, triton.cdiv(weight.num_tiles, num_parts)),
+        FORM=Form.of(weight),
         ROWS=rows,
-        OUTPUTS=OUTPUTS,
-        PIECE=weight.piece,
-        BITS=weight.bits,
-        CENTRE=weight.centre,
-        NUMBERS=weight.numbers,
-        SHARES_SCALES=weight.shares_scales,
-        HAS_ZEROS=weight.zeros is not None,
-        HAS_OFFSETS=weight.offsets is not None,
-        HAS_ORDER=weight.order is not None,
-        HAS_BIAS=bias is not None and num_parts == 1,
         HAS_PARTS=num_parts > 1,
         num_warps=NUM_WARPS,
         num_stages=STAGES[rows],
@@ -189,17 +151,10 @@ def launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dty
     if num_parts > 1:
         add_parts_kernel[(num_rows, triton.cdiv(weight.out_features, BLOCK))](
             *(parts, bias, out, num_rows, weight.out_features, num_parts),
-            HAS_BIAS=bias is not None,
             BLOCK=BLOCK,
             num_warps=ADD_WARPS,
         )
     return out
-
-
-def list_rows(weight: PackedCodes) -> list[int]:
-    """Return the numbers of rows that a program may multiply, in order. With offsets, the sums of many rows of x
-    need more registers than there are."""
-    return [rows for rows in STAGES if weight.offsets is None or rows <= MAX_SUMMED]
 
 
 def count_parts(weight: PackedCodes) -> int:

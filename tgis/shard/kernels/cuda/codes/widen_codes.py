@@ -5,77 +5,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgis.shard.kernels.cuda.codes.numbers import find_numbers
+from tgis.shard.kernels.cuda.codes.numbers import (
+    CodeArguments,
+    Form,
+    find_numbers,
+    load_codes,
+    load_planes,
+)
 from tgis.shard.kernels.cuda.codes.packed import OUTPUTS, PackedCodes
 
 NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["num_groups", "pieces_per_group"])
-def widen_codes_kernel(
-    codes,
-    scales,
-    zeros,
-    offsets,
-    table,
-    order,
-    out,
-    in_features,
-    out_features,
-    num_groups,
-    pieces_per_group,
-    OUTPUTS: tl.constexpr,
-    PIECE: tl.constexpr,
-    BITS: tl.constexpr,
-    CENTRE: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-):
-    """Convert half `program_id(2)` of tile `program_id(0)` of panel `program_id(1)`."""
-    tile, panel, half = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    output = tl.arange(0, OUTPUTS)
-    place = output[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-    HALF_BYTES: tl.constexpr = OUTPUTS * PIECE
-    codes += (panel * tl.num_programs(0) + tile) * (HALF_BYTES * BITS // 4)
-    if BITS == 4:
-        packed = tl.load(codes + place).to(tl.int32) >> (4 * half) & 15
-    else:
-        packed = tl.load(codes + half * HALF_BYTES + place).to(tl.int32)
-    piece = 2 * tile + half
-    plane = (panel * num_groups + piece // pieces_per_group) * OUTPUTS + output
-    zero = 0.0
-    if HAS_ZEROS:
-        zero = tl.load(zeros + plane).to(tl.float32)
-    weight = find_numbers(packed, zero, table, CENTRE, NUMBERS, HAS_ZEROS)
-    weight *= tl.load(scales + plane).to(tl.float32)[:, None]
-    if HAS_OFFSETS:
-        weight += tl.load(offsets + plane).to(tl.float32)[:, None]
-    column = piece * PIECE + tl.arange(0, PIECE)
-    if HAS_ORDER:
-        column = tl.load(order + column)
-    row = panel * OUTPUTS + output
-    is_inside = (row < out_features)[:, None] & ((column >= 0) & (column < in_features))[None, :]
-    tl.store(
-        out + row[:, None] * in_features + column[None, :], weight.to(out.dtype.element_ty), mask=is_inside
-    )
+@triton.jit
+def widen_codes_kernel(weight, out, in_features, out_features, FORM: tl.constexpr):
+    """Convert tile `program_id(0)` of panel `program_id(1)`."""
+    tile, panel = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    codes, other_codes = load_codes(weight, panel, tile, FORM)
+    row = panel * FORM.outputs + tl.arange(0, FORM.outputs)
+    for half in tl.static_range(2):
+        scale, zero, offset = load_planes(weight, panel, 2 * tile + half, FORM)
+        numbers = find_numbers(weight, codes, zero, FORM) * scale + offset
+        column = (2 * tile + half) * FORM.piece + tl.arange(0, FORM.piece)
+        if weight.order is not None:
+            column = tl.load(weight.order + column)
+        is_column = (column >= 0) & (column < in_features)
+        is_inside = (row < out_features)[:, None] & is_column[None, :]
+        place = row[:, None] * in_features + column[None, :]
+        tl.store(out + place, numbers.to(out.dtype.element_ty), mask=is_inside)
+        codes = other_codes
 
 
 def launch(weight: PackedCodes, dtype: torch.dtype) -> Tensor:
     """Return the weights as `dtype`, [out_features, in_features]."""
     out = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.codes.device)
-    widen_codes_kernel[(weight.num_tiles, weight.num_panels, 2)](
-        *(weight.codes, weight.scales, weight.zeros, weight.offsets, weight.table, weight.order, out),
-        *(weight.in_features, weight.out_features, weight.num_groups, weight.pieces_per_group),
-        OUTPUTS=OUTPUTS,
-        PIECE=weight.piece,
-        BITS=weight.bits,
-        CENTRE=weight.centre,
-        NUMBERS=weight.numbers,
-        HAS_ZEROS=weight.zeros is not None,
-        HAS_OFFSETS=weight.offsets is not None,
-        HAS_ORDER=weight.order is not None,
+    widen_codes_kernel[(weight.num_tiles, weight.num_panels)](
+        *(CodeArguments.of(weight), out, weight.in_features, weight.out_features),
+        FORM=Form.of(weight),
         num_warps=NUM_WARPS,
     )
     return out

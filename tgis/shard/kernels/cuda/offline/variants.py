@@ -15,7 +15,7 @@ from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, Draw, draw_delta, draw_mamba
-from tgis.shard.kernels.cuda.codes.multiply_codes import list_rows
+from tgis.shard.kernels.cuda.codes.multiply_codes import STAGES
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
 from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
@@ -167,7 +167,7 @@ def find_code_variants(dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Varia
             about = f"all models {str(dtype).removeprefix('torch.')} layout {number}"
             for in_features in (WIDE, NARROW):
                 weight = draw_packed(layout, in_features, NUM_OUTPUTS).to(device)
-                for num_rows in list_rows(weight):
+                for num_rows in STAGES:
                     x = _empty(num_rows, in_features, dtype=dtype)
                     run = partial(kernels.multiply_codes, x, weight, None, dtype)
                     yield Variant("multiply_codes", f"{about}, {in_features}, {num_rows} rows", run)

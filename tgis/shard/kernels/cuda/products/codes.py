@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import Stored
-from tgis.shard.kernels.cuda.codes.multiply_codes import MAX_ROWS, list_rows
+from tgis.shard.kernels.cuda.codes.multiply_codes import MAX_ROWS, STAGES
 from tgis.shard.kernels.cuda.codes.packed import PackedCodes
 from tgis.shard.kernels.cuda.codes.packing import pack
 from tgis.shard.kernels.cuda.implementations import Implementations
-from tgis.shard.kernels.cuda.product import DeviceProduct, multiply_wide
+from tgis.shard.kernels.cuda.products.floats import DeviceProduct, multiply_wide
 
 
 class CudaCodeProduct(DeviceProduct):
@@ -34,7 +34,7 @@ class CudaCodeProduct(DeviceProduct):
 
     def compile(self) -> None:
         """Compile the kernels for all numbers of rows, so that no step waits for a compiler."""
-        for num_rows in (*list_rows(self.weight), MAX_ROWS + 1):
+        for num_rows in (*STAGES, MAX_ROWS + 1):
             self(
                 torch.zeros(
                     num_rows, self.weight.in_features, dtype=self._dtype, device=self.weight.codes.device
