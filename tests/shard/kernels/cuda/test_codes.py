@@ -108,7 +108,7 @@ def test_products(dtype: torch.dtype, codes: Codes, compute: Callable[..., Tenso
 
 
 LONG = {
-    "parts": draw_codes(CodeLayout(UNSIGNED, 4, 16, has_zeros=True), 512 + 16, 70),
+    "parts": draw_codes(CodeLayout(UNSIGNED, 4, 16, has_zeros=True), 512 + 16, 20),
     "offsets": draw_codes(CodeLayout(SIGNED, 4, 64, has_offsets=True), 300, 20),
 }
 

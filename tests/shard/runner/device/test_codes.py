@@ -27,7 +27,6 @@ from tgis.shard.startup.load import load
 
 ALL_KINDS = KINDS | PACKED_KINDS
 QUICK = ("gptq",)
-QUICK_SCHEMES = ("int4",)
 SIZES = {"dtype": "float32", "kv_cache_tokens": 2048, "block_size": 4, "max_step_tokens": 64}
 TOLERANCE = 2e-4  # of log-probabilities in float32
 
@@ -44,7 +43,8 @@ def test_checkpoints(kind: str, tmp_path: Path) -> None:
     compare(quantized)
 
 
-@pytest.mark.parametrize("name", mark(WEIGHT_ONLY, QUICK_SCHEMES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WEIGHT_ONLY)
 def test_schemes(name: str, tmp_path: Path) -> None:
     write_model(tmp_path, CASES["llama_grouped_queries"]())
     compare(tmp_path, quantize=name)
@@ -60,7 +60,8 @@ def test_int8_rounds_weights_only(tmp_path: Path) -> None:
     answer(runner, wants_details=False)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_activations_of_16_bits(dtype: str, tmp_path: Path) -> None:
     plain, quantized = tmp_path / "plain", tmp_path / "quantized"
     write_model(plain, CASES["llama_grouped_queries"]())

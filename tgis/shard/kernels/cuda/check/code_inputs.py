@@ -11,7 +11,7 @@ from tgis.shard.kernels.cuda.codes.packed import PackedCodes
 from tgis.shard.kernels.cuda.codes.packing import pack
 from tgis.shard.quant.code_tables import E2M1
 
-NUM_ROWS = 150  # the last panel is partial
+NUM_ROWS = 70  # the last panel is partial
 LAYOUTS = (
     CodeLayout(torch.uint8, 4, 128, has_zeros=True),  # GPTQ, AWQ
     CodeLayout(torch.uint8, 4, None, has_zeros=True, is_reordered=True),
