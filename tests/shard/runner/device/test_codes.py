@@ -15,15 +15,19 @@ from tests.support.shard.packed_kinds import PACKED_KINDS
 from tests.support.shard.quantized_files import KINDS, write_quantized
 from tests.support.shard.stepping import ALONE, read_config
 from tgis.pb import shard_pb2 as pb
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.kernels.cuda.products.codes import CudaCodeProduct
 from tgis.shard.kernels.cuda.products.floats import CudaProduct
 from tgis.shard.models import registry
+from tgis.shard.models.sensitive_weights import measure_sensitive_share
 from tgis.shard.quant.schemes.weight_only import WEIGHT_ONLY
 from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.startup import engine_choice
 from tgis.shard.startup.load import load
+from tgis.shard.startup.quantize import check as quantize_check
 
 ALL_KINDS = KINDS | PACKED_KINDS
 QUICK = ("gptq",)
@@ -82,6 +86,34 @@ def test_matrices_stay_codes(tmp_path: Path) -> None:
     block = model._blocks[0]
     assert isinstance(block._feed_forward._down._multiply, CudaCodeProduct)
     assert isinstance(model._head._multiply, CudaProduct)
+
+
+def test_replaced_kernels_keep_no_codes_on_gpus() -> None:
+    layout = CodeLayout(torch.int8, 8, 128)
+    for device, expected in ((torch.device("cuda", 0), False), (CPU, True)):
+        kernels = CudaKernels(device, Implementations.plain())
+        assert (kernels.find_code_packer(layout) is not None) == expected
+    kernels = CudaKernels(torch.device("cuda", 0), Implementations.choose(frozenset({"norm"})))
+    assert kernels.find_code_packer(layout) is not None
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_memory_is_checked_with_the_codes_sizes(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path, CASES["llama_grouped_queries"]())
+    settings, on = read_config(tmp_path), late_platform(CapturingDevice())
+    choice = engine_choice.choose(tmp_path, settings, None, 1, trust_remote_code=False)
+
+    def count(quantize: str | None) -> int:
+        config = configure(tmp_path, quantize=quantize)
+        return quantize_check.count_bytes(config, settings, choice, on, torch.bfloat16)
+
+    elements, table = count(None) // 2, choice.table_elements
+    if name == "int8":
+        assert count(name) == int(elements * (1 + 4 / 128)) + 2 * table
+        return
+    share = measure_sensitive_share(choice.spec)  # 8 bits, groups of 64 like all others
+    per_weight = (1 - share) * (0.5 + 4 / 64) + share * (1 + 4 / 64)
+    assert count(name) == int((elements - table) * per_weight + table * (2 + 1 + 4 / 64))
 
 
 def find_difference(*runners: ModelRunner) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.kernels.cuda.codes.packing import can_pack, count_bytes
-from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.implementations import CODE_KERNELS, Implementations
 from tgis.shard.kernels.cuda.products.codes import CudaCodeProduct, CudaJoinedProduct, pack_product
 from tgis.shard.kernels.cuda.products.floats import CudaProduct, DeviceProduct
 from tgis.shard.kernels.cuda.states import mix
@@ -31,6 +31,9 @@ class CudaKernels(TorchKernels):
     def __init__(self, device: torch.device, implementations: Implementations):
         super().__init__(device)
         self._implementations = implementations
+        # A twin converts all weights to float32 in every step.
+        is_slow = bool(CODE_KERNELS.intersection(implementations.replaced))
+        self._keeps_codes = not is_slow or device.type != "cuda"
         self._dtype = torch.float32  # type of all weights, set when the first is packed
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> CudaProduct:
@@ -40,7 +43,7 @@ class CudaKernels(TorchKernels):
     def find_code_packer(
         self, layout: CodeLayout, role: MatrixRole = "linear", dtype: torch.dtype = torch.bfloat16
     ) -> Callable[[Stored], Product] | None:
-        return partial(self._pack_codes, dtype, role) if can_pack(layout) else None
+        return partial(self._pack_codes, dtype, role) if self._keeps_codes and can_pack(layout) else None
 
     def count_code_bytes(self, layout: CodeLayout) -> float:
         return count_bytes(layout)

@@ -62,7 +62,9 @@ def check_platform(quantize: str | None, on: Platform) -> None:
     """Raise DeviceError if the platform cannot compute with this quantization."""
     layout = find_scheme(quantize).layout
     if layout is not None and layout.rounds_activations and on.kernels.find_code_packer(layout) is None:
-        raise DeviceError(f"--quantize {quantize} works only on the CPU; set --device cpu")
+        raise DeviceError(
+            f"--quantize {quantize} needs products of codes, which this device lacks; set --device cpu"
+        )
 
 
 def name_weight_type(config: ShardConfig, settings: Mapping[str, Any], on: Platform, dtype_name: str) -> str:
