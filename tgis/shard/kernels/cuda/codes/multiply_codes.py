@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tgis.shard.kernels.cuda.codes.numbers import (
     CodeArguments,
-    Form,
+    CodeForm,
     find_numbers,
     load_codes,
     load_planes,
@@ -142,7 +142,7 @@ def launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dty
     multiply_codes_kernel[(triton.cdiv(num_rows, rows), weight.num_panels, num_parts)](
         *(x, CodeArguments.of(weight), bias if num_parts == 1 else None, parts),
         *(num_rows, in_features, weight.out_features, triton.cdiv(weight.num_tiles, num_parts)),
-        FORM=Form.of(weight),
+        FORM=CodeForm.of(weight),
         ROWS=rows,
         HAS_PARTS=num_parts > 1,
         num_warps=NUM_WARPS,

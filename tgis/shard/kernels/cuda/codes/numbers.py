@@ -26,7 +26,7 @@ class CodeArguments(NamedTuple):
         return cls(*(getattr(weight, name) for name in cls._fields))
 
 
-class Form(NamedTuple):
+class CodeForm(NamedTuple):
     """Constants of `PackedCodes`."""
 
     outputs: int
@@ -37,7 +37,7 @@ class Form(NamedTuple):
     shares_scales: bool
 
     @classmethod
-    def of(cls, weight: PackedCodes) -> "Form":
+    def of(cls, weight: PackedCodes) -> "CodeForm":
         return cls(OUTPUTS, *(getattr(weight, name) for name in cls._fields[1:]))
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tgis.shard.kernels.cuda.codes.numbers import (
     CodeArguments,
-    Form,
+    CodeForm,
     find_numbers,
     load_codes,
     load_planes,
@@ -41,7 +41,7 @@ def launch(weight: PackedCodes, dtype: torch.dtype) -> Tensor:
     out = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.codes.device)
     widen_codes_kernel[(weight.num_tiles, weight.num_panels)](
         *(CodeArguments.of(weight), out, weight.in_features, weight.out_features),
-        FORM=Form.of(weight),
+        FORM=CodeForm.of(weight),
         num_warps=NUM_WARPS,
     )
     return out
