@@ -8,14 +8,17 @@ import torch
 
 from tests.support.cuda.capturing_device import CapturingDevice
 from tests.support.cuda.late_platform import late_platform
-from tests.support.shard.checkpoints import write_model
+from tests.support.shard.checkpoints import write_llama, write_model
 from tests.support.shard.driver import Request, Router, configure, prompts
 from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.gguf_writer import write_gguf
 from tests.support.shard.packed_kinds import PACKED_KINDS
 from tests.support.shard.quantized_files import KINDS, write_quantized
 from tests.support.shard.stepping import ALONE, read_config
+from tgis.convert.gguf.model_directory import write_model_directory
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.checkpoint.gguf_memory import measure_gguf
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
@@ -52,6 +55,23 @@ def test_checkpoints(kind: str, tmp_path: Path) -> None:
 def test_schemes(name: str, tmp_path: Path) -> None:
     write_model(tmp_path, CASES["llama_grouped_queries"]())
     compare(tmp_path, quantize=name)
+
+
+@pytest.mark.slow
+def test_gguf_files(tmp_path: Path) -> None:
+    """Matrices of several types, some of which are joined."""
+    plain, made = tmp_path / "plain", tmp_path / "made"
+    plain.mkdir()
+    made.mkdir()
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 99}
+    write_llama(plain, **sizes, **heads, tie_word_embeddings=True)
+    write_gguf(plain, plain / "model.gguf", "llama")
+    write_model_directory([plain / "model.gguf"], made)
+    measured = measure_gguf(made)
+    assert measured is not None
+    assert measured.elements.keys() == {"Q4_0", "Q5_1", "Q8_0"}
+    compare(made)
 
 
 def test_int8_rounds_weights_only(tmp_path: Path) -> None:
