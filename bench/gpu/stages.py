@@ -25,6 +25,7 @@ LIBRARIES = (
 KERNELS = (
     *("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample", "describe"),
     *("convolve", "scan_mamba", "scan_delta", "keep_inputs"),
+    *("multiply_codes", "widen_codes"),
 )
 # Kernels that read or write a cache.
 CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
@@ -141,6 +142,8 @@ STAGES = (
             _case("attention", "speed:measure_attention", 15),
             _case("linears", "speed:measure_linears", 10),
             _case("states", "states:measure", 15),
+            _case("products of codes", "codes:measure_products", 25),
+            _case("8b of codes", "codes:measure_steps", 40),
         ),
         libraries=LIBRARIES,
     ),

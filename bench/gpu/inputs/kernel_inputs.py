@@ -13,6 +13,7 @@ from bench.shapes import Shape
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
+from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, Input, KernelSizes, draw_rows
 from tgis.shard.kernels.cuda.implementations import STATE_KERNELS
 from tgis.shard.kernels.cuda.step_state import (
@@ -221,6 +222,23 @@ def _draw_states(kernel: str, target: Target, dtype: torch.dtype, group: Group) 
             yield f"{sizes} {number}", each
 
 
+def _draw_products(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    """Create matrices with tails of panels and tiles, of all layouts that the check at start has."""
+    num_rows = 3 if target.is_rehearsal else 100
+    for size, _ in group.sizes:
+        for number, layout in enumerate(LAYOUTS):
+            weight = draw_packed(layout, size, 200).to(target.device)
+            bias = torch.randn(200, device=target.device).to(dtype)
+            x = torch.randn(num_rows, size, device=target.device).to(dtype)
+            yield f"layout {number}, {size}", Input((x, weight, bias, dtype))
+
+
+def _draw_widenings(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    for size, _ in group.sizes:
+        for number, layout in enumerate(LAYOUTS):
+            yield f"layout {number}, {size}", Input((draw_packed(layout, size, 200).to(target.device), dtype))
+
+
 _DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
     "begin_step": _draw_steps,
     "norm": _draw_norms,
@@ -230,6 +248,8 @@ _DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
     "gate": _draw_gates,
     "sample": _draw_samples,
     "describe": _draw_questions,
+    "multiply_codes": _draw_products,
+    "widen_codes": _draw_widenings,
     **{kernel: partial(_draw_states, kernel) for kernel in sorted(STATE_KERNELS)},
 }
 

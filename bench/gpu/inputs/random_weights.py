@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.gpu.inputs.random_codes import RandomCodes
 from bench.shapes import INIT_STD, Shape, model_config
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, Stored
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels, Parts
@@ -28,18 +30,24 @@ class RandomTensor(FloatsOnly):
 class RandomWeights:
     """Replacement of the checkpoint that a model reads."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, layout: CodeLayout | None = None):
         self._device = device
+        self._layout = layout
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
         return RandomTensor(shape, path, self._device)
 
     def find_matrix(self, path: str, shape: tuple[int, int]) -> Stored:
+        if self._layout is not None and ".layers." in f".{path}":
+            return RandomCodes(self._layout, shape, path, self._device)
         return RandomTensor(shape, path, self._device)
 
 
-def build_model(shape: Shape, dtype: torch.dtype, kernels: Kernels) -> Decoder:
-    weights: Any = RandomWeights(kernels.device)
+def build_model(
+    shape: Shape, dtype: torch.dtype, kernels: Kernels, layout: CodeLayout | None = None
+) -> Decoder:
+    """Return a model whose linear layers have codes of a layout, or weights of `dtype`."""
+    weights: Any = RandomWeights(kernels.device, layout)
     model = registry.build(
         registry.make_spec(model_config(shape)), Parts(ProcessGroup(0, 1), weights, dtype, kernels)
     )

@@ -13,6 +13,7 @@ from bench.shapes import Shape
 from bench.steps import Rows
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.memory.kv_cache import KVCache
@@ -31,10 +32,10 @@ REHEARSED_STEPS, REHEARSED_WARM_STEPS = 6, 2
 MAX_NEW = 4 * STEPS  # of a row, so that none ends during the measurement
 
 
-def load_runner(target: Target, shape: Shape) -> DeviceModelRunner:
-    """Return a runner without captured steps."""
+def load_runner(target: Target, shape: Shape, layout: CodeLayout | None = None) -> DeviceModelRunner:
+    """Return a runner without captured steps. Linear layers have codes of a layout, or bfloat16 weights."""
     kernels, dtype = choose_kernels(target), torch.bfloat16
-    model = build_model(shape, dtype, CudaKernels(target.device, kernels))
+    model = build_model(shape, dtype, CudaKernels(target.device, kernels), layout)
     max_rows = 2 if target.is_rehearsal else MAX_ROWS
     num_blocks = max_rows * -(-(CONTEXT + MAX_NEW) // BLOCK_SIZE)
     heads = shape.num_kv_heads, shape.head_dim

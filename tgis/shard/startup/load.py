@@ -506,6 +506,7 @@ def _make_platform(
         config.world_size,
         multiplies_int8,
         multiplies_codes,
+        layout,
     )
 
 

@@ -16,6 +16,7 @@ from tgis.shard.kernels.cuda import (
     sample,
     turn_and_keep,
 )
+from tgis.shard.kernels.cuda.codes import multiply_codes, widen_codes
 from tgis.shard.kernels.cuda.details import describe
 from tgis.shard.kernels.cuda.states import convolve, keep_inputs, scan_delta, scan_mamba
 
@@ -33,9 +34,13 @@ KERNELS: dict[str, ModuleType] = {
     "scan_mamba": scan_mamba,
     "scan_delta": scan_delta,
     "keep_inputs": keep_inputs,
+    "multiply_codes": multiply_codes,
+    "widen_codes": widen_codes,
 }
 STATE_KERNELS = frozenset({"convolve", "scan_mamba", "scan_delta", "keep_inputs"})
 """Kernels that only recurrent layers use."""
+CODE_KERNELS = frozenset({"multiply_codes", "widen_codes"})
+"""Kernels that only weights of codes use."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class Implementations:
     scan_mamba: Callable[..., Tensor]
     scan_delta: Callable[..., Tensor]
     keep_inputs: Callable[..., None]
+    multiply_codes: Callable[..., Tensor]
+    widen_codes: Callable[..., Tensor]
 
     @classmethod
     def choose(cls, replaced: frozenset[str] = frozenset()) -> Self:

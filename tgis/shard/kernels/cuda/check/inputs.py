@@ -2,15 +2,17 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Heads, Scoring
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
+from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
 from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
 from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
 from tgis.shard.kernels.cuda.step_state import (
@@ -50,10 +52,15 @@ class KernelSizes:
     ffn_size: int = 320
     vocab_size: int = 5000
     states: StateSizes | None = None  # of recurrent layers, if there are any
+    codes: tuple[CodeLayout, ...] = ()  # layouts of weights, if they are kept as codes
 
 
-SMALL_STATELESS = KernelSizes()
-SMALL = KernelSizes(states=StateSizes(4, 24, 2, 20, 4))
+SMALL = KernelSizes(states=StateSizes(4, 24, 2, 20, 4), codes=LAYOUTS)
+
+
+def find_small(model: KernelSizes) -> KernelSizes:
+    """Return small sizes with the features of a model."""
+    return replace(SMALL, states=None if model.states is None else SMALL.states, codes=model.codes)
 
 
 class Input(NamedTuple):
@@ -291,6 +298,22 @@ def _keeps(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
             yield Input((rows, states.width, channels, heads, memory, spans), results=(4,))
 
 
+def _products(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    """Yield products of each layout, of the first with all numbers of rows for which kernels are compiled."""
+    draw = Draw(device)
+    for number, layout in enumerate(sizes.codes):
+        weight = draw_packed(layout, sizes.hidden_size).to(device)
+        bias = draw.normal(weight.out_features, dtype=dtype)
+        for num_rows in (3,) if number else (3, 20, 70):
+            x = draw.normal(num_rows, sizes.hidden_size, dtype=dtype)
+            yield Input((x, weight, bias, dtype))
+
+
+def _widenings(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    for layout in sizes.codes:
+        yield Input((draw_packed(layout, sizes.hidden_size).to(device), dtype))
+
+
 # Name of a kernel -> function of a device, a type of weights, and sizes.
 INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "begin_step": _steps,
@@ -305,6 +328,8 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "scan_mamba": _mamba_scans,
     "scan_delta": _delta_scans,
     "keep_inputs": _keeps,
+    "multiply_codes": _products,
+    "widen_codes": _widenings,
 }
 
 # Words of rows other than their lengths. Parameters that a row does not list are off.

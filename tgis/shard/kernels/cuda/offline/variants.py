@@ -13,7 +13,9 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
+from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, Draw, draw_delta, draw_mamba
+from tgis.shard.kernels.cuda.codes.multiply_codes import STAGES
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
 from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
@@ -39,6 +41,7 @@ MAX_SEQ_LEN = BLOCK_SIZE * MAX_BLOCKS
 DTYPES = (torch.bfloat16, torch.float16)
 REACH = 128  # reach of relative position biases
 NUM_TOKENS = 24  # tokens of a step
+NUM_OUTPUTS, WIDE, NARROW = 128, 4096, 112  # a wide matrix of codes is multiplied in parts
 
 
 class Variant(NamedTuple):
@@ -151,11 +154,27 @@ MODELS = (
 
 def find_variants(num_tokens: int = NUM_TOKENS) -> list[Variant]:
     """Return the launches of all models in steps of `num_tokens` tokens. Some launches are equal."""
-    variants = [find_begin_step(num_tokens)]
+    variants = [find_begin_step(num_tokens), *find_code_variants()]
     for model in MODELS:
         for size in model.shards:
             variants += find_model_variants(model.divided(size), num_tokens)
     return variants
+
+
+def find_code_variants(dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Variant]:
+    """Yield the launches of products with codes, which are the same for all models. Products of each layout
+    have a kernel for each number of rows that a program multiplies."""
+    kernels, device = Implementations.choose(), torch.device("meta")
+    for number, layout in enumerate(LAYOUTS):
+        for dtype in dtypes:
+            about = f"all models {str(dtype).removeprefix('torch.')} layout {number}"
+            for in_features in (WIDE, NARROW):
+                weight = draw_packed(layout, in_features, NUM_OUTPUTS).to(device)
+                for num_rows in STAGES:
+                    x = _empty(num_rows, in_features, dtype=dtype)
+                    run = partial(kernels.multiply_codes, x, weight, None, dtype)
+                    yield Variant("multiply_codes", f"{about}, {in_features}, {num_rows} rows", run)
+            yield Variant("widen_codes", about, partial(kernels.widen_codes, weight, dtype))
 
 
 def find_check_variants() -> list[Variant]:
