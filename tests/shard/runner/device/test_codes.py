@@ -33,16 +33,12 @@ from tgis.shard.startup.load import load
 from tgis.shard.startup.quantize import check as quantize_check
 
 ALL_KINDS = KINDS | PACKED_KINDS
-QUICK = ("gptq",)
 SIZES = {"dtype": "float32", "kv_cache_tokens": 2048, "block_size": 4, "max_step_tokens": 64}
 TOLERANCE = 2e-4  # of log-probabilities in float32
 
 
-def mark(names: Any, quick: tuple[str, ...]) -> list[object]:
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
-
-
-@pytest.mark.parametrize("kind", mark(ALL_KINDS, QUICK))
+@pytest.mark.slow  # the int8 scheme is tested quickly
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_checkpoints(kind: str, tmp_path: Path) -> None:
     plain, quantized = tmp_path / "plain", tmp_path / "quantized"
     write_model(plain, CASES["llama_grouped_queries"]())
