@@ -68,10 +68,10 @@ class ModelOptions:
     )
     quantize: str | None = option(
         "Quantize the weights of linear layers while loading, in the service's own engine. int8 also "
-        "quantizes activations and computes in 8 bits, on CPUs only; int4, eetq, bitsandbytes, "
-        "bitsandbytes-nf4, bitsandbytes-fp4 and fp8 quantize only weights, int4 also those of head and "
-        "embedding. CPUs keep quantized weights as codes, except for fp8; for fp8, and for all schemes on "
-        "GPUs, they are kept as --dtype. A quantized checkpoint needs no value; if gptq, marlin, awq, "
+        "quantizes the head, and on CPUs activations, and computes in 8 bits there; int4, eetq, "
+        "bitsandbytes, bitsandbytes-nf4, bitsandbytes-fp4 and fp8 quantize only weights, int4 also those "
+        "of head and embedding. Quantized weights are kept as codes, except for those of fp8 on CPUs, "
+        "which are kept as --dtype. A quantized checkpoint needs no value; if gptq, marlin, awq, "
         "compressed-tensors, fp8, bitsandbytes or mxfp4 is given for one, it must match the checkpoint.",
         None,
         choices=QUANTIZATIONS,

@@ -13,11 +13,20 @@ from bench.shapes import Shape
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
+from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, ExpertSizes, Input, KernelSizes, draw_rows
 from tgis.shard.kernels.cuda.grouped.expert_table import FEW_ROWS, MANY_ROWS
 from tgis.shard.kernels.cuda.grouped.slots import TILE
 from tgis.shard.kernels.cuda.implementations import STATE_KERNELS
-from tgis.shard.kernels.cuda.step_state import Segments, StagedStep, StepTensors, count_segments
+from tgis.shard.kernels.cuda.step_state import (
+    MAX_TOPS,
+    DetailQuestions,
+    DeviceDetails,
+    Segments,
+    StagedStep,
+    StepTensors,
+    count_segments,
+)
 from tgis.shard.layers.ops import HeadNorm
 from tgis.shard.memory.state_cache import StateSizes
 
@@ -194,6 +203,20 @@ def _draw_samples(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
         yield f"{num_rows} x {vocab_size}", given
 
 
+def _draw_questions(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    num_tokens, device = 7 if target.is_rehearsal else NUM_ROWS, target.device
+    for vocab_size in group.vocab_sizes:
+        for about in ("", " with ties"):
+            scores = 3 * torch.randn(num_tokens, vocab_size, device=device)
+            numbers = torch.arange(num_tokens, dtype=torch.int32, device=device)
+            queries = torch.stack([numbers, numbers % 21, (numbers % 9 > 0).int()], 1).contiguous()
+            details = DeviceDetails.empty(num_tokens, MAX_TOPS, device)
+            for tensor in details:
+                tensor.zero_()
+            questions = DetailQuestions(scores.round() if about else scores, queries)
+            yield f"{num_tokens} x {vocab_size}{about}", Input((questions, details), results=(1,))
+
+
 def _draw_states(kernel: str, target: Target, dtype: torch.dtype, group: Group) -> Drawn:
     for sizes in (SMALL.states,) if target.is_rehearsal else group.states:
         given = KernelSizes(states=sizes)
@@ -220,6 +243,23 @@ def _draw_experts(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
             yield f"{width} {number}", each
 
 
+def _draw_products(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    """Create matrices with tails of panels and tiles, of all layouts that the check at start has."""
+    num_rows = 3 if target.is_rehearsal else 100
+    for size, _ in group.sizes:
+        for number, layout in enumerate(LAYOUTS):
+            weight = draw_packed(layout, size, 200).to(target.device)
+            bias = torch.randn(200, device=target.device).to(dtype)
+            x = torch.randn(num_rows, size, device=target.device).to(dtype)
+            yield f"layout {number}, {size}", Input((x, weight, bias, dtype))
+
+
+def _draw_widenings(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    for size, _ in group.sizes:
+        for number, layout in enumerate(LAYOUTS):
+            yield f"layout {number}, {size}", Input((draw_packed(layout, size, 200).to(target.device), dtype))
+
+
 _DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
     "begin_step": _draw_steps,
     "norm": _draw_norms,
@@ -228,6 +268,9 @@ _DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
     "attend_tiles": _draw_all_tiles,
     "gate": _draw_gates,
     "sample": _draw_samples,
+    "describe": _draw_questions,
+    "multiply_codes": _draw_products,
+    "widen_codes": _draw_widenings,
     **{kernel: partial(_draw_states, kernel) for kernel in sorted(STATE_KERNELS)},
     "group_rows": _draw_groups,
     "add_low_rank": _draw_low_ranks,

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.gpu.inputs.random_codes import RandomCodes
 from bench.shapes import INIT_STD, Shape, model_config
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.provenance import ModuleRows
 from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, Stored
 from tgis.shard.collectives import ProcessGroup
@@ -31,13 +33,16 @@ class RandomWeights:
 
     has_scaled_matrices = False
 
-    def __init__(self, shape: Shape, device: torch.device):
+    def __init__(self, shape: Shape, device: torch.device, layout: CodeLayout | None = None):
         self._shape, self._device = shape, device
+        self._layout = layout
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
         return RandomTensor(shape, path, self._device)
 
     def find_matrix(self, path: str, shape: tuple[int, int]) -> Stored:
+        if self._layout is not None and ".layers." in f".{path}":
+            return RandomCodes(self._layout, shape, path, self._device)
         return RandomTensor(shape, path, self._device)
 
     def trace(self, path: str, shape: tuple[int, int]) -> list[ModuleRows]:
@@ -49,8 +54,11 @@ class RandomWeights:
         return [ModuleRows(f"{path}.{number}", 0, count) for number, count in enumerate(counts)]
 
 
-def build_model(shape: Shape, dtype: torch.dtype, kernels: Kernels) -> Decoder:
-    weights: Any = RandomWeights(shape, kernels.device)
+def build_model(
+    shape: Shape, dtype: torch.dtype, kernels: Kernels, layout: CodeLayout | None = None
+) -> Decoder:
+    """Return a model whose linear layers have codes of a layout, or weights of `dtype`."""
+    weights: Any = RandomWeights(shape, kernels.device, layout)
     model = registry.build(
         registry.make_spec(model_config(shape)), Parts(ProcessGroup(0, 1), weights, dtype, kernels)
     )

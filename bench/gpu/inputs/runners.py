@@ -15,6 +15,7 @@ from bench.shapes import Shape
 from bench.steps import Rows
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.memory.kv_cache import KVCache
@@ -33,12 +34,15 @@ REHEARSED_STEPS, REHEARSED_WARM_STEPS = 6, 2
 MAX_NEW = 4 * STEPS  # of a row, so that none ends during the measurement
 
 
-def load_runner(target: Target, shape: Shape, has_adapters: bool = False) -> DeviceModelRunner:
-    """Return a runner without captured steps. Its adapters, if it has any, are random ones of any digest."""
+def load_runner(
+    target: Target, shape: Shape, layout: CodeLayout | None = None, has_adapters: bool = False
+) -> DeviceModelRunner:
+    """Return a runner without captured steps. Linear layers have codes of a layout, or bfloat16 weights.
+    Adapters, if there are any, are random ones of any digest."""
     kernels, dtype = choose_kernels(target), torch.bfloat16
     if has_adapters:  # a fallback does not read the table of adapters
         kernels = replace(kernels, add_low_rank=load_kernels(target).add_low_rank)
-    model = build_model(shape, dtype, CudaKernels(target.device, kernels))
+    model = build_model(shape, dtype, CudaKernels(target.device, kernels), layout)
     max_rows = 2 if target.is_rehearsal else MAX_ROWS
     num_blocks = max_rows * -(-(CONTEXT + MAX_NEW) // BLOCK_SIZE)
     heads = shape.num_kv_heads, shape.head_dim

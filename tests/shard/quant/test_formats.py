@@ -48,7 +48,10 @@ def write(case: str, root: Path, group: int = halves.GROUP) -> tuple[Path, Path]
 
 
 def find_code_packer(
-    kernels: CpuKernels, layout: CodeLayout, role: MatrixRole = "linear"
+    kernels: CpuKernels,
+    layout: CodeLayout,
+    role: MatrixRole = "linear",
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[Stored], Product] | None:
     return halves.pack if layout == halves.make_layout() else None
 

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_types_and_memory_are_reported(directory: Path, caplog: pytest.LogCaptur
     assert measured is not None
     assert measured.elements == {"Q8_0": EMBEDDING, "Q4_0": LAYERS - WIDENED, "IQ2_XS": WIDENED}
     expected = EMBEDDING * 34 / 32 + (LAYERS - WIDENED) * 18 / 32 + WIDENED * 2
-    assert measured.count_bytes(lambda _: True, 2) == int(expected)
+    assert measured.count_bytes(lambda _: True, 2, attrgetter("bytes_per_weight")) == int(expected)
 
 
 def test_matrices_that_ranks_cut_inside_groups_are_reported(

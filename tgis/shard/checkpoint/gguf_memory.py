@@ -40,12 +40,15 @@ class GgufMemory:
         """Return True if weights of a type are kept as codes."""
         return name in CODINGS and has_products(CODINGS[name].layout)
 
-    def count_bytes(self, has_products: HasProducts, float_bytes: int) -> int:
-        """Return the bytes of all weights. Weights that are not kept as codes take `float_bytes` each."""
+    def count_bytes(
+        self, has_products: HasProducts, float_bytes: int, count_code_bytes: Callable[[CodeLayout], float]
+    ) -> int:
+        """Return the bytes of all weights. Weights that are not kept as codes take `float_bytes` each,
+        others what `count_code_bytes` returns."""
         total = 0.0
         for name, count in self.elements.items():
             is_kept = self.keeps(name, has_products)
-            total += count * (CODINGS[name].layout.bytes_per_weight if is_kept else float_bytes)
+            total += count * (count_code_bytes(CODINGS[name].layout) if is_kept else float_bytes)
         return int(total)
 
     def list_widened(self, has_products: HasProducts) -> Iterator[tuple[GgufType, int]]:

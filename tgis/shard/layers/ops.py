@@ -134,9 +134,13 @@ class Kernels(Rounder, Protocol):
         memory twice. Raises WeightsError."""
 
     def find_code_packer(
-        self, layout: CodeLayout, role: MatrixRole = "linear"
+        self, layout: CodeLayout, role: MatrixRole = "linear", dtype: torch.dtype = torch.bfloat16
     ) -> Callable[[Stored], Product] | None:
-        """Return the variant of `pack` for codes of a layout, or None if they must be packed as floats."""
+        """Return the variant of `pack` for codes of a layout, or None if they must be packed as floats.
+        Products of some platforms round x to `dtype`."""
+
+    def count_code_bytes(self, layout: CodeLayout) -> float:
+        """Return the bytes per weight of packed codes of a layout, including scales."""
 
     def rounds_inputs(self, layout: CodeLayout) -> bool:
         """Return True if products with codes of a layout, and those with the head, round x to 8 bits."""
@@ -290,9 +294,12 @@ class Unfused(PortableRounder):
         return x.masked_fill_((is_kept == 0).unsqueeze(1), 0.0)
 
     def find_code_packer(
-        self, layout: CodeLayout, role: MatrixRole = "linear"
+        self, layout: CodeLayout, role: MatrixRole = "linear", dtype: torch.dtype = torch.bfloat16
     ) -> Callable[[Stored], Product] | None:
         return None
+
+    def count_code_bytes(self, layout: CodeLayout) -> float:
+        return layout.bytes_per_weight
 
     def rounds_inputs(self, layout: CodeLayout) -> bool:
         return False
@@ -377,7 +384,9 @@ class Parts:
             return product
         layout = stored.layout()
         if layout is not None and columns != ALL and self.kernels.find_code_packer(layout) is not None:
-            self.widened.append(prod(part.shape) * (self.dtype.itemsize - layout.bytes_per_weight))
+            self.widened.append(
+                prod(part.shape) * (self.dtype.itemsize - self.kernels.count_code_bytes(layout))
+            )
         return self.kernels.pack(part, self.dtype, role)
 
     def pack_transposed(self, path: str, shape: tuple[int, int]) -> Product:
@@ -404,7 +413,7 @@ class Parts:
         products = []
         for one in [part] if part.layout() is not None else split_by_layout(part):
             layout = one.layout()
-            pack = None if layout is None else self.kernels.find_code_packer(layout, role)
+            pack = None if layout is None else self.kernels.find_code_packer(layout, role, self.dtype)
             if pack is None:
                 return None
             products.append((pack, one))

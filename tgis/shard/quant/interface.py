@@ -1,5 +1,6 @@
 """Interface of schemes, which decide how the matrices of a model are held in memory."""
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -12,6 +13,10 @@ from tgis.shard.checkpoint.tensors import Stored
 # logits. "replicated": small matrices where rounding matters, such as routers of experts. "table":
 # embeddings.
 MatrixRole = Literal["linear", "sensitive", "head", "replicated", "table"]
+
+
+CountBytes = Callable[[CodeLayout], float]
+"""Function that returns the bytes per weight of a layout on a platform."""
 
 
 class Rounder(Protocol):
@@ -46,7 +51,7 @@ class Scheme(Protocol):
         """Layout of weights of the role "sensitive", or None if they are treated like those of the role
         "linear"."""
 
-    def count_bytes_per_weight(self, sensitive_share: float) -> float:
+    def count_bytes_per_weight(self, sensitive_share: float, count: CountBytes) -> float:
         """Return the mean bytes per weight of linear layers in memory if this share of them is sensitive."""
 
     def encode(

@@ -2,14 +2,17 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from tgis.errors import first_line
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.kernels.cuda.check.inputs import SMALL, ExpertSizes, KernelSizes
 from tgis.shard.kernels.cuda.check.self_check import DTYPES, choose_implementations
+from tgis.shard.kernels.cuda.codes.packing import can_pack
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.kernel_cache import is_compiling, use_cache
 from tgis.shard.kernels.cuda.ops import CudaKernels
@@ -36,14 +39,15 @@ def on_cuda(
     dtype: torch.dtype | None,
     spec: ModelSpec,
     num_ranks: int,
+    layout: CodeLayout | None = None,
 ) -> Platform:
-    """Return the platform of a GPU for a rank's share of a model, and make the GPU torch's current device.
-    Raises DeviceError."""
+    """Return the platform of a GPU for a rank's share of a model, whose weights may have codes of this
+    `layout`, and make the GPU torch's current device. Raises DeviceError."""
     memory = _open(device, memory_fraction)
     use_cache(kernel_cache)
     configure_products()
     dtypes = DTYPES if dtype is None else (dtype,)
-    implementations = choose_implementations(device, dtypes, find_sizes(spec, num_ranks))
+    implementations = choose_implementations(device, dtypes, find_sizes(spec, num_ranks, layout))
     return Platform(
         device=device,
         kernels=CudaKernels(device, implementations),
@@ -65,11 +69,12 @@ def configure_products() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def find_sizes(spec: ModelSpec, num_ranks: int) -> KernelSizes:
-    """Return the sizes for which a rank's kernels are compiled."""
+def find_sizes(spec: ModelSpec, num_ranks: int, layout: CodeLayout | None = None) -> KernelSizes:
+    """Return the sizes and the layout of codes for which a rank's kernels are compiled."""
+    codes = () if layout is None or not can_pack(layout) else (layout,)
     layers = spec.decoder if isinstance(spec, EncoderDecoderSpec) else spec
     if not isinstance(layers, LayerSpec):
-        return SMALL
+        return replace(SMALL, codes=codes)
     state = find_state_shape(spec, num_ranks)
     heads = layers if layers.num_heads else SMALL  # a model without attention launches no such kernels
     return KernelSizes(
@@ -81,6 +86,7 @@ def find_sizes(spec: ModelSpec, num_ranks: int) -> KernelSizes:
         vocab_size=spec.vocab_size,
         states=None if state is None else state.sizes,
         experts=_find_experts(layers, num_ranks),
+        codes=codes,
     )
 
 

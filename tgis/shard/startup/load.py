@@ -513,6 +513,7 @@ def _make_platform(
         config.world_size,
         multiplies_int8,
         multiplies_codes,
+        layout,
     )
 
 

@@ -37,9 +37,9 @@ class RecordingKernels(CpuKernels):
         return super().pack(weight, dtype, role)
 
     def find_code_packer(
-        self, layout: CodeLayout, role: MatrixRole = "linear"
+        self, layout: CodeLayout, role: MatrixRole = "linear", dtype: torch.dtype = torch.bfloat16
     ) -> Callable[[Stored], Product] | None:
-        pack = super().find_code_packer(layout, role)
+        pack = super().find_code_packer(layout, role, dtype)
 
         def record_and_pack(weight: Stored) -> Product:
             assert pack is not None

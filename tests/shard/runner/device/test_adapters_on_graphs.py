@@ -13,8 +13,10 @@ from tests.support.shard.adapter_cases import AdapterCase
 from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.family_cases.all import CASES, has_experts, runs_on_gpus
 from tests.support.shard.tuning_cells import Asked
+from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.products.codes import CudaCodeProduct
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.startup.load import load
 
@@ -25,13 +27,16 @@ def load_case(case: AdapterCase, kernels: Implementations | None = None, **optio
     """Load a model with captured steps. The kernel of adapters is interpreted, because its fallback does not
     read the table of slots."""
     kernels = kernels or replace(Implementations.plain(), add_low_rank=interpreted().add_low_rank)
-    small = {"kv_cache_tokens": 2048, "block_size": 4, "max_step_tokens": 32, "dtype": "float32"}
-    paths = {"uds_path": case.copies.uds_path, "adapter_cache": str(case.directory)}
-    config = configure(case.directory, **{**small, **paths, "cuda_graphs": "3,8", **options})
-    runner = load(config, on=late_platform(CapturingDevice(), kernels))
+    runner = load(configure_case(case, **options), on=late_platform(CapturingDevice(), kernels))
     assert isinstance(runner, DeviceModelRunner)
     runner.reset()
     return runner
+
+
+def configure_case(case: AdapterCase, **options: Any) -> ShardConfig:
+    small = {"kv_cache_tokens": 2048, "block_size": 4, "max_step_tokens": 32, "dtype": "float32"}
+    paths = {"uds_path": case.copies.uds_path, "adapter_cache": str(case.directory)}
+    return configure(case.directory, **{**small, **paths, "cuda_graphs": "3,8", **options})
 
 
 def ask(case: AdapterCase, all_asked: list[Asked]) -> list[Request]:
@@ -53,6 +58,7 @@ def run(runner: DeviceModelRunner, case: AdapterCase, all_asked: list[Asked], se
     return {response.path for response in router.responses}
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go(tmp_path: Path) -> None:
     case = AdapterCase("llama_tied", tmp_path)
     runner = load_case(case, cuda_graphs="6", max_step_tokens=16)
@@ -97,6 +103,28 @@ def test_families(name: str, tmp_path: Path) -> None:
     for digest in case.copies.digests:
         runner.adapters.load(digest)
     paths = run(runner, case, case.asked, 0)
+    assert GRAPH in paths
+    assert ADAPTER not in paths
+
+
+@pytest.mark.slow
+def test_products_of_codes(tmp_path: Path) -> None:
+    """Their outputs get the same updates. The answers are those of the same codes on the CPU."""
+    case = AdapterCase("llama_tied", tmp_path)
+    runner = load_case(case, quantize="eetq")
+    model: Any = runner.model
+    assert isinstance(model._blocks[0]._feed_forward._down._multiply, CudaCodeProduct)
+    answers = []
+    for each in (runner, load(configure_case(case, quantize="eetq"))):
+        for digest in case.copies.digests:
+            each.adapters.load(digest)
+        requests = ask(case, case.asked)
+        router = Router(each, 0, depth=3)
+        router.run(list(requests))
+        answers.append([request.generated for request in requests])
+        if each is runner:
+            paths = {response.path for response in router.responses}
+    assert answers[0] == answers[1]
     assert GRAPH in paths
     assert ADAPTER not in paths
 

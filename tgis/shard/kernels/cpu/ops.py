@@ -55,7 +55,7 @@ class CpuKernels(CpuRounder, Unfused):
         return gemm.pack(weight, dtype)
 
     def find_code_packer(
-        self, layout: CodeLayout, role: MatrixRole = "linear"
+        self, layout: CodeLayout, role: MatrixRole = "linear", dtype: torch.dtype = torch.bfloat16
     ) -> Callable[[Stored], Product] | None:
         if layout == int8_scheme.LAYOUT:
             return self._pack_int8

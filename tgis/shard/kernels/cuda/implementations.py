@@ -16,6 +16,8 @@ from tgis.shard.kernels.cuda import (
     sample,
     turn_and_keep,
 )
+from tgis.shard.kernels.cuda.codes import multiply_codes, widen_codes
+from tgis.shard.kernels.cuda.details import describe
 from tgis.shard.kernels.cuda.grouped import add_low_rank, group_rows, mix_experts
 from tgis.shard.kernels.cuda.grouped.group_rows import RowTiles
 from tgis.shard.kernels.cuda.states import convolve, keep_inputs, scan_delta, scan_mamba
@@ -29,6 +31,7 @@ KERNELS: dict[str, ModuleType] = {
     "attend_tiles": attend_tiles,
     "gate": gate,
     "sample": sample,
+    "describe": describe,
     "convolve": convolve,
     "scan_mamba": scan_mamba,
     "scan_delta": scan_delta,
@@ -36,11 +39,15 @@ KERNELS: dict[str, ModuleType] = {
     "group_rows": group_rows,
     "add_low_rank": add_low_rank,
     "mix_experts": mix_experts,
+    "multiply_codes": multiply_codes,
+    "widen_codes": widen_codes,
 }
 STATE_KERNELS = frozenset({"convolve", "scan_mamba", "scan_delta", "keep_inputs"})
 """Kernels that only recurrent layers use."""
 EXPERT_KERNELS = frozenset({"mix_experts"})
 """Kernels that only layers with experts use."""
+CODE_KERNELS = frozenset({"multiply_codes", "widen_codes"})
+"""Kernels that only weights of codes use."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class Implementations:
     attend_tiles: Callable[..., None]
     gate: Callable[..., Tensor]
     sample: Callable[..., None]
+    describe: Callable[..., None]
     convolve: Callable[..., Tensor]
     scan_mamba: Callable[..., Tensor]
     scan_delta: Callable[..., Tensor]
@@ -61,6 +69,8 @@ class Implementations:
     group_rows: Callable[..., RowTiles]
     add_low_rank: Callable[..., None]
     mix_experts: Callable[..., Tensor]
+    multiply_codes: Callable[..., Tensor]
+    widen_codes: Callable[..., Tensor]
 
     @classmethod
     def choose(cls, replaced: frozenset[str] = frozenset()) -> Self:

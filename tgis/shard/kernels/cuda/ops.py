@@ -3,47 +3,27 @@
 The residual stream, logits and "replicated" products are float32. Other activations have the weights' type,
 except that branches of float16 models return float32, because some exceed the range of float16."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
+from tgis.shard.kernels.cuda.codes.packing import can_pack, count_bytes
 from tgis.shard.kernels.cuda.grouped.expert_table import ExpertMatrices, ExpertTable
 from tgis.shard.kernels.cuda.grouped.slots import SlotDeltas, SlotTokens
-from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.implementations import CODE_KERNELS, Implementations
+from tgis.shard.kernels.cuda.products.codes import CudaCodeProduct, CudaJoinedProduct, pack_product
+from tgis.shard.kernels.cuda.products.floats import CudaProduct, DeviceProduct
 from tgis.shard.kernels.cuda.states import mix
 from tgis.shard.kernels.portable.ops import TorchKernels, read_packed
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
-from tgis.shard.layers.ops import Activation, ExpertProducts, LinearLayer, MixExperts, NormLayer
+from tgis.shard.layers.ops import Activation, ExpertProducts, LinearLayer, MixExperts, NormLayer, Product
 from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole
-
-
-class CudaProduct:
-    """`Product` with a weight [out_features, in_features]. Returns the weight's type, or float32 if
-    `is_wide`."""
-
-    def __init__(self, weight: Tensor, is_wide: bool):
-        self.weight = weight
-        self.is_wide = is_wide
-        self._bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x.to(self.weight.dtype)
-        if not self.is_wide or x.dtype == torch.float32:
-            return F.linear(x, self.weight)
-        if x.device.type == "cuda":
-            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        return F.linear(x.float(), self.weight.float())
-
-    def add_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product plus `bias` in the weight's type. All calls must pass the same bias."""
-        if bias is not None and self._bias is None:
-            self._bias = bias.to(self.weight.dtype)
-        return F.linear(x.to(self.weight.dtype), self.weight, self._bias)
 
 
 class CudaKernels(TorchKernels):
@@ -53,12 +33,29 @@ class CudaKernels(TorchKernels):
     def __init__(self, device: torch.device, implementations: Implementations):
         super().__init__(device)
         self._implementations = implementations
+        # A twin converts all weights to float32 in every step.
+        is_slow = bool(CODE_KERNELS.intersection(implementations.replaced))
+        self._keeps_codes = not is_slow or device.type != "cuda"
         self._dtype = torch.float32  # type of all weights, set when the first is packed
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> CudaProduct:
         self._dtype = dtype
-        is_wide = role != "linear" or dtype == torch.float16
-        return CudaProduct(read_packed(weight, dtype, self.device), is_wide)
+        return CudaProduct(read_packed(weight, dtype, self.device), _is_wide(role, dtype))
+
+    def find_code_packer(
+        self, layout: CodeLayout, role: MatrixRole = "linear", dtype: torch.dtype = torch.bfloat16
+    ) -> Callable[[Stored], Product] | None:
+        return partial(self._pack_codes, dtype, role) if self._keeps_codes and can_pack(layout) else None
+
+    def count_code_bytes(self, layout: CodeLayout) -> float:
+        return count_bytes(layout)
+
+    def _pack_codes(self, dtype: torch.dtype, role: MatrixRole, weight: Stored) -> Product:
+        self._dtype = dtype
+        return pack_product(self._implementations, weight, self.device, dtype, _is_wide(role, dtype))
+
+    def join(self, products: Sequence[Product]) -> Product:
+        return CudaJoinedProduct([each for each in products if isinstance(each, CudaCodeProduct)])
 
     def place_low_rank(self, update: LowRank, is_table: bool) -> LowRank:
         """Implement `Kernels.place_low_rank`. The columns of a, which a product reads, are contiguous."""
@@ -141,7 +138,7 @@ class CudaKernels(TorchKernels):
         self, x: Tensor, y: Tensor, linear: LinearLayer, adapters: TokenAdapters | None
     ) -> Tensor:
         biased = linear.as_product(None)
-        if biased is None or not isinstance(biased.product, CudaProduct) or biased.product.is_wide:
+        if biased is None or not isinstance(biased.product, DeviceProduct) or biased.product.is_wide:
             return linear(y, adapters)
         return linear.adapt(y, biased.product.add_bias(y, biased.bias), adapters)
 
@@ -157,7 +154,12 @@ class CudaKernels(TorchKernels):
         """Return the layer's output in the weights' type. The adapters' updates come after the bias, so that
         rows without adapters have the same bits beside rows with adapters as without."""
         biased = linear.as_product(None)
-        if biased is None or not isinstance(biased.product, CudaProduct):
+        if biased is None or not isinstance(biased.product, DeviceProduct):
             return linear(x, adapters).to(self._dtype)
         y = biased.product.add_bias(x, biased.bias)
         return linear.adapt(x, y, adapters).to(self._dtype)
+
+
+def _is_wide(role: MatrixRole, dtype: torch.dtype) -> bool:
+    """Return True if products return float32: those where rounding matters, and all with float16."""
+    return role != "linear" or dtype == torch.float16

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
-from tgis.shard.quant.interface import MatrixRole, Rounder
+from tgis.shard.quant.interface import CountBytes, MatrixRole, Rounder
 from tgis.shard.quant.schemes.portable_rounder import PORTABLE
 from tgis.shard.quant.schemes.rounded_matrix import RoundedMatrix, SearchedMatrix
 
@@ -19,9 +19,9 @@ class Int4:
     layout = LAYOUT
     table_layout = sensitive_layout = SENSITIVE_LAYOUT
 
-    def count_bytes_per_weight(self, sensitive_share: float) -> float:
-        others = (1 - sensitive_share) * LAYOUT.bytes_per_weight
-        return others + sensitive_share * SENSITIVE_LAYOUT.bytes_per_weight
+    def count_bytes_per_weight(self, sensitive_share: float, count: CountBytes) -> float:
+        others = (1 - sensitive_share) * count(LAYOUT)
+        return others + sensitive_share * count(SENSITIVE_LAYOUT)
 
     def encode(
         self,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import ALL, Stored
-from tgis.shard.quant.interface import MatrixRole, Rounder
+from tgis.shard.quant.interface import CountBytes, MatrixRole, Rounder
 from tgis.shard.quant.schemes.portable_rounder import PORTABLE
 
 GROUP = 128
@@ -17,8 +17,8 @@ class Int8:
     layout = LAYOUT
     table_layout = sensitive_layout = None
 
-    def count_bytes_per_weight(self, sensitive_share: float) -> float:
-        return LAYOUT.bytes_per_weight
+    def count_bytes_per_weight(self, sensitive_share: float, count: CountBytes) -> float:
+        return count(LAYOUT)
 
     def encode(
         self,

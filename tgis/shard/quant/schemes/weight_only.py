@@ -10,7 +10,7 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.quant.code_tables import TABLES
-from tgis.shard.quant.interface import MatrixRole, Rounder, Scheme
+from tgis.shard.quant.interface import CountBytes, MatrixRole, Rounder, Scheme
 from tgis.shard.quant.schemes.int4 import Int4
 from tgis.shard.quant.schemes.portable_rounder import PORTABLE
 from tgis.shard.quant.schemes.rounded_matrix import RoundedMatrix
@@ -29,8 +29,8 @@ class WeightOnly:
         self._choose_rounding = choose_rounding
         self.table_layout = self.sensitive_layout = None
 
-    def count_bytes_per_weight(self, sensitive_share: float) -> float:
-        return self.layout.bytes_per_weight
+    def count_bytes_per_weight(self, sensitive_share: float, count: CountBytes) -> float:
+        return count(self.layout)
 
     def encode(
         self,

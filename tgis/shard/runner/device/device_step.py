@@ -10,7 +10,15 @@ from tgis.shard.attention.interface import Attention, StepLayout
 from tgis.shard.kernels.cuda.attention import CudaPlan
 from tgis.shard.kernels.cuda.grouped.slots import AdapterSlots, SlotTokens
 from tgis.shard.kernels.cuda.implementations import Implementations
-from tgis.shard.kernels.cuda.step_state import RowState, Segments, StagedStep, StepTensors
+from tgis.shard.kernels.cuda.step_state import (
+    MAX_TOPS,
+    DetailQuestions,
+    DeviceDetails,
+    RowState,
+    Segments,
+    StagedStep,
+    StepTensors,
+)
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.memory.state_cache import StateCache, StepStates
 from tgis.shard.models.interface import Model, StepInputs, VirtualTokens
@@ -87,6 +95,18 @@ class DeviceModel:
         adapters = inputs.adapters
         return Outputs(x, self.model.logits(x[at], adapters and adapters.take(at)))
 
+    def sample(
+        self, logits: Tensor, rows: Tensor, answers: Tensor, details: DeviceDetails | None = None
+    ) -> None:
+        """Sample the next tokens of rows [n] from logits [n, vocab_size], and compute their details."""
+        if details is None:
+            self.kernels.sample(logits, self.state, rows, answers)
+            return
+        num_rows, vocab_size = logits.shape
+        questions = DetailQuestions.empty(num_rows, vocab_size, logits.device)
+        self.kernels.sample(logits, self.state, rows, answers, questions)
+        self.kernels.describe(questions, details)
+
 
 def find_states(cache: StateCache, spans: Tensor) -> StepStates:
     """Return the states of a step's spans, see `StagedStep`."""
@@ -124,9 +144,13 @@ class EagerStep:
         return self._outputs
 
     @torch.inference_mode()
-    def sample(self) -> None:
+    def sample(self, details: DeviceDetails | None = None) -> None:
         logits = self.outputs().logits
-        self._on.kernels.sample(logits, self._on.state, self._staged.sampled_rows, self.answers)
+        assert logits is not None
+        self._on.sample(logits, self._staged.sampled_rows, self.answers, details)
+
+    def make_details(self) -> DeviceDetails:
+        return DeviceDetails.empty(len(self.answers), MAX_TOPS, self.answers.device)
 
 
 class FixedSteps:
@@ -142,6 +166,7 @@ class FixedSteps:
         _, num_words = place_arrays([prod(shape) for shape in shapes])
         self.staged = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         self.answers = torch.zeros((max_rows, 2), dtype=torch.int32, device=self._device)
+        self.details = DeviceDetails.empty(max_rows, MAX_TOPS, self._device)
         self._logits: Tensor | None = None
 
     @property
@@ -163,6 +188,7 @@ class FixedSteps:
         num_sampled = len(arrays.sampled_x)
         logits = self.logits[:num_sampled]
         answers = self.answers[:num_sampled]
+        details = self.details.first(num_sampled)
 
         def forward() -> None:
             computed = self._on.compute(staged, tensors, inputs).logits
@@ -170,6 +196,9 @@ class FixedSteps:
             logits.copy_(computed)
 
         def sample() -> None:
-            self._on.kernels.sample(logits, self._on.state, staged.sampled_rows, answers)
+            self._on.sample(logits, staged.sampled_rows, answers)
 
-        return StepParts(torch.inference_mode()(forward), torch.inference_mode()(sample))
+        def sample_detailed() -> None:
+            self._on.sample(logits, staged.sampled_rows, answers, details)
+
+        return StepParts(*map(torch.inference_mode(), (forward, sample, sample_detailed)))

@@ -1,6 +1,6 @@
 """Captures whole steps as CUDA graphs, by size. The forward graph computes the logits; the sampling graph
-samples, appends the tokens and copies the answers. They are separate because sampling may have to wait for
-grammar masks."""
+samples and appends the tokens; there is a second one that also computes token details. They are separate
+because sampling may have to wait for masks."""
 
 import gc
 import logging
@@ -28,12 +28,15 @@ class StepParts(NamedTuple):
 
     forward: Callable[[], None]
     sample: Callable[[], None]
+    sample_detailed: Callable[[], None]
+    """The same as `sample`, and computes token details."""
 
 
 class CapturedStep(NamedTuple):
     size: GraphSize
     forward: Graph
     sample: Graph
+    sample_detailed: Graph
     parts: StepParts  # kept because the graphs use its memory
 
 
@@ -131,6 +134,7 @@ class StepGraphs:
         try:
             forward = self._stream.capture(parts.forward)
             sample = self._stream.capture(parts.sample)
+            sample_detailed = self._stream.capture(parts.sample_detailed)
         except torch.OutOfMemoryError:
             self.refusal = "out of memory"
             logger.warning("no memory for CUDA graphs of steps of %s: smaller steps use larger graphs", size)
@@ -140,7 +144,7 @@ class StepGraphs:
             logger.warning("no CUDA graphs: steps of %s cannot be captured: %s", size, reason)
             self._drop_kind(size)
             return False
-        self._steps[size] = CapturedStep(size, forward, sample, parts)
+        self._steps[size] = CapturedStep(size, forward, sample, sample_detailed, parts)
         return True
 
     def _drop_kind(self, like: GraphSize) -> None:

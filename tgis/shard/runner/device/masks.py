@@ -1,4 +1,4 @@
-"""Uploads grammar masks to a device, between a step's forward pass and its sampling."""
+"""Uploads grammar masks and green lists to a device, between a step's forward pass and its sampling."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tgis.shard.kernels.cuda.step_state import RowState, Word
 from tgis.shard.runner.device.stream import DeviceStream
-from tgis.shard.runner.device.uploads import Uploads
+from tgis.shard.runner.device.uploads import Uploads, Words
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.sampling.grammar import PackedMasks
 
@@ -17,11 +17,21 @@ class MaskUploads:
         self._state = state
         self._uploads = Uploads(stream, num_words=state.masks.shape[1] + 64)
 
+    def send_greens(self, rows: Integers, greens: Words) -> None:
+        """Queue the upload of the green lists of rows [n], see `RowState.greens`."""
+        sent = self._uploads.send([rows.astype(np.int32), greens])
+        self._stream.run(lambda: _apply_greens(self._state, *sent))
+
     def send(self, rows: Integers, masks: PackedMasks, failed_rows: Integers) -> None:
         """Queue the upload of the rows' masks [n], and end the rows whose grammar has failed."""
         arrays = [rows, masks.are_complete, masks.words, failed_rows]
         sent = self._uploads.send([np.asarray(array, np.int32) for array in arrays])
         self._stream.run(lambda: _apply(self._state, *sent))
+
+
+@torch.inference_mode()
+def _apply_greens(state: RowState, rows: Tensor, greens: Tensor) -> None:
+    state.greens.index_copy_(0, rows.long(), greens)
 
 
 @torch.inference_mode()

@@ -14,10 +14,12 @@ from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.adapters.slot_assignments import SlotAssignments
-from tgis.shard.kernels.cuda.step_state import StagedStep
+from tgis.shard.kernels.cuda.step_state import MAX_TOPS, DeviceDetails, StagedStep
 from tgis.shard.layers.lora import Adapter, TokenAdapters
 from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
+from tgis.shard.runner.device.details.copies import DetailCopies
+from tgis.shard.runner.device.details.prompt_tokens import PromptDetails
 from tgis.shard.runner.device.device_rows import RowUpdates, apply_updates
 from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSteps
 from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
@@ -34,6 +36,7 @@ from tgis.shard.runner.model_runner import ComputedStep, close_and_open, list_sa
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import Guides
+from tgis.shard.sampling.watermark import pack_green
 
 STAGED_WORDS = 1 << 16  # initial size of an upload slot; a larger upload allocates a larger slot
 
@@ -46,6 +49,7 @@ class QueuedStep(NamedTuple):
     adapters: TokenAdapters | None
     outputs: Callable[[], Outputs]  # valid after the forward pass
     sample: Callable[[], None]  # queues the sampling, which writes `answers`
+    sample_detailed: Callable[[], DeviceDetails]  # the same, and returns the memory of token details
     answers: Tensor  # int32 [at least num_sampled, 2]
 
 
@@ -82,11 +86,13 @@ class DeviceModelRunner:
         self._uploads = Uploads(stream, STAGED_WORDS)
         self._masks = MaskUploads(stream, on.state)
         self._answer_slots = PinnedRing(stream, max_rows * 2)
+        self._details = DetailCopies(self._table, stream, max_rows * (3 + 2 * MAX_TOPS))
         self._fixed = FixedSteps(on, packer, max_rows, stream)
         row_adapters = self._table.row_adapters
         self._slots = None if on.slots is None else SlotAssignments(on.slots, row_adapters)
         self.graphs = StepGraphs(stream, self._make_parts, memory_left)
         self._is_answering = info.rank == 0
+        self._inputs = PromptDetails(on, self._table, self._uploads, stream, self._is_answering)
         self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)
         self._launched = deque[PendingStep]()  # steps whose answers have not been applied to the table
         self._clock = Clock()
@@ -191,12 +197,19 @@ class DeviceModelRunner:
             size = size._replace(max_rank=self._slots.max_rank)
         step = EagerStep(self._on, staged, size, virtual, adapters)
         self._stream.run(step.forward)
+
+        def sample_detailed() -> DeviceDetails:
+            details = step.make_details()
+            self._stream.run(lambda: step.sample(details))
+            return details
+
         return QueuedStep(
             path,
             np.arange(len(work.sampled_rows)),
             step.adapters,
             step.outputs,
             lambda: self._stream.run(step.sample),
+            sample_detailed,
             step.answers,
         )
 
@@ -229,7 +242,19 @@ class DeviceModelRunner:
             is_first = has_prompts or count == len(arrays.token_rows)
             return Outputs(logits, logits[:count] if is_first else logits[torch.from_numpy(at)])
 
-        return QueuedStep(pb.STEP_PATH_GRAPH, at, None, outputs, captured.sample.replay, self._fixed.answers)
+        def sample_detailed() -> DeviceDetails:
+            captured.sample_detailed.replay()
+            return self._fixed.details
+
+        return QueuedStep(
+            pb.STEP_PATH_GRAPH,
+            at,
+            None,
+            outputs,
+            captured.sample.replay,
+            sample_detailed,
+            self._fixed.answers,
+        )
 
     def _send_step(self, arrays: StagedArrays) -> list[Tensor]:
         """Upload a step and the pending updates of rows."""
@@ -253,17 +278,29 @@ class DeviceModelRunner:
         """Queue a step's sampling and the copy of its answers."""
         sampled = self._table.name_sampled(work.sampled_rows)
         slot = self._answer_slots.take(len(step.answers) * 2)
+        inputs = self._inputs.queue(work.input_spans, step.outputs, step.adapters)
+        described = None
         if len(sampled.rows):
             self._send_masks(sampled.rows, response)
-            step.sample()
+            described = self._queue_sampling(sampled.rows, step)
             self._queue_answers(step, slot.memory)
+        details = None
+        if self._is_answering and (inputs or described is not None):
+            details = self._details.queue(inputs, sampled.rows, described)
         event = slot.last_use = self._stream.record()
         self._table.plan_tokens(sampled.rows)
         pending = PendingStep(
-            response, self._is_answering, sampled, step.sampled_at, slot, event, self._clock
+            response, self._is_answering, sampled, step.sampled_at, slot, event, self._clock, details
         )
         self._launched.append(pending)
         return pending
+
+    def _queue_sampling(self, rows: Integers, step: QueuedStep) -> DeviceDetails | None:
+        """Queue a step's sampling. Return the memory of the details of its tokens, if any row wants them."""
+        if not self._is_answering or not self._table.wants_details[rows].any():
+            step.sample()
+            return None
+        return step.sample_detailed().first(int(step.sampled_at.max()) + 1)
 
     def _queue_answers(self, step: QueuedStep, memory: Tensor) -> None:
         answers = step.answers[: int(step.sampled_at.max()) + 1].view(-1)
@@ -271,14 +308,27 @@ class DeviceModelRunner:
         self._stream.run(lambda: copy_numbers(answers, target))
 
     def _send_masks(self, rows: Integers, response: pb.StepResponse) -> None:
-        """Send the grammar masks of rows, after the grammars have received the tokens of pending steps."""
-        guided = rows[self._guides.has_guide(rows)]
-        if not len(guided):
+        """Send the grammar masks and green lists of rows, once the tokens of pending steps are known."""
+        masked = rows[self._guides.has_guide(rows) | self._table.is_marked[rows]]
+        if not len(masked):
             return
-        while any(np.isin(guided, pending.sampled.rows).any() for pending in self._launched):
+        while any(np.isin(masked, pending.sampled.rows).any() for pending in self._launched):
             self._launched[0].finish()
             self._apply_answers()
-        live = guided[~self._table.ended[guided]]
+        live = masked[~self._table.ended[masked]]
+        self._send_greens(live[self._table.is_marked[live]])
+        self._send_grammar_masks(live[self._guides.has_guide(live)], response)
+
+    def _send_greens(self, rows: Integers) -> None:
+        if len(rows):
+            table = self._table
+            previous = table.token_ids[rows, table.lengths[rows] - 1]
+            gammas = table.rows["watermark_gamma"][rows]
+            self._masks.send_greens(rows, pack_green(previous, gammas, table.limits.vocab_size))
+
+    def _send_grammar_masks(self, live: Integers, response: pb.StepResponse) -> None:
+        if not len(live):
+            return
         masks, problems = self._guides.pack_masks(live)
         failed = live[list(problems)]
         self._masks.send(live[masks.at], masks, failed)

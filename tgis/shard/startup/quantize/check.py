@@ -17,6 +17,7 @@ from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.sensitive_weights import measure_sensitive_share
 from tgis.shard.models.spec import Spec
+from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format, find_scheme
 from tgis.shard.startup.engine_choice import NATIVE, Choice
 from tgis.shard.startup.platform import DeviceError, Platform
@@ -61,7 +62,9 @@ def check_platform(quantize: str | None, on: Platform) -> None:
     """Raise DeviceError if the platform cannot compute with this quantization."""
     layout = find_scheme(quantize).layout
     if layout is not None and layout.rounds_activations and on.kernels.find_code_packer(layout) is None:
-        raise DeviceError(f"--quantize {quantize} works only on the CPU; set --device cpu")
+        raise DeviceError(
+            f"--quantize {quantize} needs products of codes, which this device lacks; set --device cpu"
+        )
 
 
 def name_weight_type(config: ShardConfig, settings: Mapping[str, Any], on: Platform, dtype_name: str) -> str:
@@ -72,7 +75,7 @@ def name_weight_type(config: ShardConfig, settings: Mapping[str, Any], on: Platf
         if (gguf := _find_gguf(config)) is not None:
             return _name_gguf_type(gguf, on, dtype_name)
         logger.info("the weights of linear layers are stored as %d-bit codes", max(layout.bits, 4))
-        return config.quantize or f"int{layout.bits}"
+        return config.quantize or ("fp8" if layout.dtype.is_floating_point else f"int{layout.bits}")
     if on.product_dtype is not None and on.product_dtype != DTYPES[dtype_name]:
         [rounded_name] = [name for name, dtype in DTYPES.items() if dtype == on.product_dtype]
         logger.info("the %s weights of matrix products are rounded to %s", dtype_name, rounded_name)
@@ -115,10 +118,10 @@ def count_bytes(
     config: ShardConfig, settings: Mapping[str, Any], choice: Choice, on: Platform, dtype: torch.dtype
 ) -> int:
     """Return the size of a checkpoint's weights on all ranks together. `settings` is its config.json."""
-    directory = Path(config.model_path)
+    directory, count = Path(config.model_path), on.kernels.count_code_bytes
     product_bytes = (on.product_dtype or dtype).itemsize
     if (gguf := _find_gguf(config)) is not None:
-        return gguf.count_bytes(partial(_has_products, on), product_bytes)
+        return gguf.count_bytes(partial(_has_products, on), product_bytes, count)
     elements = count_elements(directory, find_format(settings, directory))
     table = choice.table_elements
     layout = find_layout(config, settings)
@@ -126,12 +129,20 @@ def count_bytes(
         return elements * product_bytes + table * max(0, dtype.itemsize - product_bytes)
     if layout.rounds_activations:
         # The embedding counts twice: in its own type, and as codes for a head that may be derived from it.
-        return int(elements * layout.bytes_per_weight) + table * dtype.itemsize
+        return int(elements * count(layout)) + table * dtype.itemsize
     # Here too, the embedding counts twice, because the head may be a separate copy of it.
     scheme = find_scheme(config.quantize)
     if scheme.layout is None:
-        return int((elements - table) * layout.bytes_per_weight) + table * (dtype.itemsize + product_bytes)
-    tables = scheme.table_layout
-    table_bytes = 2 * tables.bytes_per_weight if tables else dtype.itemsize + product_bytes
+        return int((elements - table) * count(layout)) + table * (dtype.itemsize + product_bytes)
     share = measure_sensitive_share(choice.spec) if isinstance(choice.spec, Spec) else 0.0
-    return int((elements - table) * scheme.count_bytes_per_weight(share) + table * table_bytes)
+    table_bytes = _count_table_bytes(scheme, on, dtype.itemsize, product_bytes)
+    return int((elements - table) * scheme.count_bytes_per_weight(share, count) + table * table_bytes)
+
+
+def _count_table_bytes(scheme: Scheme, on: Platform, dtype_bytes: int, product_bytes: int) -> float:
+    """Return the bytes per element of the embedding and of a head that may be derived from it."""
+    layout = scheme.table_layout
+    if layout is None:
+        return dtype_bytes + product_bytes
+    code_bytes = on.kernels.count_code_bytes(layout)
+    return code_bytes + (dtype_bytes if on.kernels.find_table_packer(layout) is None else code_bytes)

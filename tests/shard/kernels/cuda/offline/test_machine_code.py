@@ -18,7 +18,10 @@ from tgis.shard.kernels.cuda.offline.variants import find_variants
 
 QUICK = "all", "llama-3.1-8b/1"
 STATEFUL = golden.STATE_MODELS[0], golden.STATE_MODELS[2]  # one of Mamba 2, one of gated DeltaNet
-LONG = "sample", "scan_mamba", "scan_delta", "add_low_rank", "mix_experts"  # to compile
+LONG = (  # to compile
+    *("sample", "scan_mamba", "scan_delta"),
+    *("multiply_codes", "widen_codes", "add_low_rank", "mix_experts"),
+)
 OLDEST = "3.6.0"
 SIZES = 24, 1, 2, 3, 7, 16, 33, 100, 256, 1000
 

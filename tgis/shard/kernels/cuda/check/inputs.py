@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Heads, Scoring
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
+from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
 from tgis.shard.kernels.cuda.grouped.expert_table import (
     FEW_ROWS,
     MANY_ROWS,
@@ -25,12 +27,17 @@ from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
     MAX_STOP_IDS,
+    MAX_TOPS,
     OFF_WORDS,
     STATE_CHUNK,
+    DetailQuestions,
+    DeviceDetails,
+    Query,
     RowState,
     Segments,
     StagedStep,
     StepTensors,
+    Wanted,
     Word,
     count_segments,
 )
@@ -63,14 +70,20 @@ class KernelSizes:
     vocab_size: int = 5000
     states: StateSizes | None = None  # of recurrent layers, if there are any
     experts: ExpertSizes | None = None
+    codes: tuple[CodeLayout, ...] = ()  # layouts of weights, if they are kept as codes
 
     @property
     def small(self) -> "KernelSizes":
-        """Small sizes with the same kinds of layers."""
-        return replace(SMALL, states=self.states and SMALL.states, experts=self.experts and SMALL.experts)
+        """Small sizes with the same kinds of layers and weights."""
+        return replace(
+            SMALL,
+            states=self.states and SMALL.states,
+            experts=self.experts and SMALL.experts,
+            codes=self.codes,
+        )
 
 
-SMALL = KernelSizes(states=StateSizes(4, 24, 2, 20, 4), experts=ExpertSizes(72, 40))
+SMALL = KernelSizes(states=StateSizes(4, 24, 2, 20, 4), experts=ExpertSizes(72, 40), codes=LAYOUTS)
 
 
 class Input(NamedTuple):
@@ -210,8 +223,25 @@ def _samples(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMAL
     logits[5, 7] = torch.nan
     sampled, answers = draw.integers([3, 1, NUM_ROWS, 0, 4, 2]), draw.integers([[-1, -1]] * NUM_ROWS)
     yield Input((logits, rows, sampled, answers), results=(1, 3), overwritten=0)
+    logits = 3 * draw.normal(NUM_ROWS - 1, sizes.vocab_size)
+    asked = DetailQuestions(torch.zeros_like(logits), draw.integers([[0] * len(Query)] * len(logits)))
+    answers = draw.integers([[-1, -1]] * len(logits))
+    yield Input((logits, rows, sampled[:-1], answers, asked), results=(1, 3, 4), overwritten=0)
     filtered = 3 * draw.normal(2, sizes.vocab_size), rows, draw.integers([5, 2])
     yield Input((*filtered, draw.integers([[-1, -1]] * 2)), results=(1, 3), overwritten=0)
+
+
+def _questions(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    """Yield questions of which one is not asked, about scores with ties and excluded tokens."""
+    draw, count = Draw(device), 4
+    scores = 3 * draw.normal(count, sizes.vocab_size)
+    scores[1] = scores[1].round()
+    scores[2, 3:] = -torch.inf
+    queries = draw.integers([[7, 10, 1], [9, 5, 1], [1, 4, 1], [0, 0, 0]])
+    details = DeviceDetails.empty(count, MAX_TOPS, device)
+    for tensor in details:
+        tensor.zero_()
+    yield Input((DetailQuestions(scores, queries), details), results=(1,))
 
 
 # New tokens of four sequences: in their first and later chunks, at and around ends of chunks. One has none.
@@ -363,6 +393,22 @@ def _draw_expert(
     return ExpertMatrices(up.to(dtype), biases[0], down.to(dtype), biases[1])
 
 
+def _products(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    """Yield products of each layout, of the first with all numbers of rows for which kernels are compiled."""
+    draw = Draw(device)
+    for number, layout in enumerate(sizes.codes):
+        weight = draw_packed(layout, sizes.hidden_size).to(device)
+        bias = draw.normal(weight.out_features, dtype=dtype)
+        for num_rows in (3,) if number else (3, 20, 70):
+            x = draw.normal(num_rows, sizes.hidden_size, dtype=dtype)
+            yield Input((x, weight, bias, dtype))
+
+
+def _widenings(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    for layout in sizes.codes:
+        yield Input((draw_packed(layout, sizes.hidden_size).to(device), dtype))
+
+
 # Name of a kernel -> function of a device, a type of weights, and sizes.
 INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "begin_step": _steps,
@@ -372,10 +418,13 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "attend_tiles": _tiles,
     "gate": _gates,
     "sample": _samples,
+    "describe": _questions,
     "convolve": _convolutions,
     "scan_mamba": _mamba_scans,
     "scan_delta": _delta_scans,
     "keep_inputs": _keeps,
+    "multiply_codes": _products,
+    "widen_codes": _widenings,
     "group_rows": _groups,
     "add_low_rank": _low_ranks,
     "mix_experts": _mixes,
@@ -389,8 +438,19 @@ _ROWS: tuple[dict[Word, float], ...] = (
         Word["REPETITION_PENALTY"]: 1.3,
         Word["PRESENCE_PENALTY"]: 0.5,
         Word["FREQUENCY_PENALTY"]: 0.3,
+        Word.DETAILS: int(Wanted.FINAL),
+        Word.TOP_N: 3,
     },
-    {Word.SEED_LOW: 7, Word["TEMPERATURE"]: 0.7, Word["TOP_P"]: 0.8, Word["MIN_P"]: 0.001, Word.LIMIT: 101},
+    {
+        Word.SEED_LOW: 7,
+        Word["TEMPERATURE"]: 0.7,
+        Word["TOP_P"]: 0.8,
+        Word["MIN_P"]: 0.001,
+        Word["WATERMARK_GAMMA"]: 0.5,
+        Word["WATERMARK_DELTA"]: 1.5,
+        Word.LIMIT: 101,
+        Word.DETAILS: int(Wanted.FINAL),
+    },
     {
         Word.SEED_HIGH: -3,
         Word.IS_GUIDED: 1,
@@ -404,9 +464,16 @@ _ROWS: tuple[dict[Word, float], ...] = (
         Word.NUM_STOP_IDS: 5,
         Word["LENGTH_PENALTY_START"]: 2,
         Word["LENGTH_PENALTY_FACTOR"]: 1.4,
+        Word.DETAILS: int(Wanted.RAW),
     },
     {Word.ENDED: 1, Word.ENCODER_LEN: 30},
-    {Word.SEED_LOW: -1, Word["TOP_K"]: 50, Word["TOP_P"]: 0.9, Word.IS_LONG: 1, Word.ENCODER_LEN: 70},
+    {
+        Word.SEED_LOW: -1,
+        Word["TOP_K"]: 50,
+        Word["TOP_P"]: 0.9,
+        Word.IS_LONG: 1,
+        Word.ENCODER_LEN: 70,
+    },
     {Word.ENDED: 1},
 )
 
@@ -439,6 +506,7 @@ def draw_rows(device: torch.device, vocab_size: int, num_rows: int = NUM_ROWS) -
         biases=4 * draw.normal(num_rows, MAX_BIASES),
         token_counts=counts | (in_prompt.short() << 15),
         masks=(draw.normal(num_rows, num_masks) * 2**30).int(),
+        greens=(draw.normal(num_rows, num_masks) * 2**30).int(),
         dummy_slot=DUMMY_SLOT,
     )
 

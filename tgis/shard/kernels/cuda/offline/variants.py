@@ -14,7 +14,9 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
+from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, Draw, ExpertSizes, draw_delta, draw_mamba
+from tgis.shard.kernels.cuda.codes.multiply_codes import STAGES
 from tgis.shard.kernels.cuda.grouped.expert_table import (
     FEW_ROWS,
     MANY_ROWS,
@@ -35,7 +37,10 @@ from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
     MAX_STOP_IDS,
+    MAX_TOPS,
     STATE_CHUNK,
+    DetailQuestions,
+    DeviceDetails,
     RowState,
     Segments,
     StagedStep,
@@ -51,6 +56,7 @@ MAX_SEQ_LEN = BLOCK_SIZE * MAX_BLOCKS
 DTYPES = (torch.bfloat16, torch.float16)
 REACH = 128  # reach of relative position biases
 NUM_TOKENS = 24  # tokens of a step
+NUM_OUTPUTS, WIDE, NARROW = 128, 4096, 112  # a wide matrix of codes is multiplied in parts
 
 
 class Variant(NamedTuple):
@@ -216,11 +222,27 @@ MODELS = (
 
 def find_variants(num_tokens: int = NUM_TOKENS) -> list[Variant]:
     """Return the launches of all models in steps of `num_tokens` tokens. Some launches are equal."""
-    variants = [find_begin_step(num_tokens), find_group_rows(num_tokens)]
+    variants = [find_begin_step(num_tokens), find_group_rows(num_tokens), *find_code_variants()]
     for model in MODELS:
         for size in model.shards:
             variants += find_model_variants(model.divided(size), num_tokens)
     return variants
+
+
+def find_code_variants(dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Variant]:
+    """Yield the launches of products with codes, which are the same for all models. Products of each layout
+    have a kernel for each number of rows that a program multiplies."""
+    kernels, device = Implementations.choose(), torch.device("meta")
+    for number, layout in enumerate(LAYOUTS):
+        for dtype in dtypes:
+            about = f"all models {str(dtype).removeprefix('torch.')} layout {number}"
+            for in_features in (WIDE, NARROW):
+                weight = draw_packed(layout, in_features, NUM_OUTPUTS).to(device)
+                for num_rows in STAGES:
+                    x = _empty(num_rows, in_features, dtype=dtype)
+                    run = partial(kernels.multiply_codes, x, weight, None, dtype)
+                    yield Variant("multiply_codes", f"{about}, {in_features}, {num_rows} rows", run)
+            yield Variant("widen_codes", about, partial(kernels.widen_codes, weight, dtype))
 
 
 def find_check_variants() -> list[Variant]:
@@ -244,6 +266,8 @@ def find_model_variants(
         return Variant(kernel, f"{model.name} {about}".strip(), run)
 
     yield variant("sample", lambda: _sample(kernels, model, num_tokens))
+    yield variant("sample", lambda: _sample(kernels, model, num_tokens, has_details=True), "details")
+    yield variant("describe", lambda: _describe(kernels, model, num_tokens))
     for dtype in dtypes:
         about = str(dtype).removeprefix("torch.")
         for has_delta in (False, True):
@@ -369,6 +393,7 @@ def _rows(vocab_size: int) -> RowState:
         biases=_floats(num_rows, MAX_BIASES),
         token_counts=_empty(num_rows, vocab_size, dtype=torch.int16),
         masks=_empty(num_rows, -(-vocab_size // 32)),
+        greens=_empty(num_rows, -(-vocab_size // 32)),
         dummy_slot=NUM_BLOCKS * BLOCK_SIZE,
     )
 
@@ -400,9 +425,16 @@ def find_group_rows(num_tokens: int) -> Variant:
     return Variant("group_rows", "all models", lambda: kernels.group_rows(_empty(num_tokens), 9, TILE))
 
 
-def _sample(kernels: Implementations, model: ModelShape, num_rows: int) -> None:
+def _sample(kernels: Implementations, model: ModelShape, num_rows: int, has_details: bool = False) -> None:
     logits, rows = _floats(num_rows, model.vocab_size), _rows(model.vocab_size)
-    kernels.sample(logits, rows, _empty(num_rows), _empty(num_rows, 2))
+    questions = DetailQuestions.empty(num_rows, model.vocab_size, logits.device) if has_details else None
+    kernels.sample(logits, rows, _empty(num_rows), _empty(num_rows, 2), questions)
+
+
+def _describe(kernels: Implementations, model: ModelShape, num_tokens: int) -> None:
+    device = torch.device("meta")
+    questions = DetailQuestions.empty(num_tokens, model.vocab_size, device)
+    kernels.describe(questions, DeviceDetails.empty(num_tokens, MAX_TOPS, device))
 
 
 def _norm(

@@ -1,0 +1,1 @@
+"""Products of layers, with weights that are floats or codes."""
