@@ -54,6 +54,8 @@ class Rows:
     details: Mapping[str, Any] = field(default_factory=dict)
     max_drafts: int = 0
     """Drafts for which each step has blocks."""
+    adapter_digests: Sequence[str] = ()
+    """LoRA adapters, which the rows have in turn."""
     _most: int = field(init=False)
     _num_blocks: list[int] = field(init=False, default_factory=list)
 
@@ -92,6 +94,7 @@ class Rows:
             "length_penalty_factor": 1,
         }
         self._num_blocks = [0] * self.batch
+        digests = self.adapter_digests or ("",)
         return [
             pb.OpenRow(
                 row=row,
@@ -102,6 +105,7 @@ class Rows:
                 details=pb.Details(**self.details),
                 state_slot=row,
                 state_source=-1,
+                adapter_digest=digests[row % len(digests)],
             )
             for row in range(self.batch)
         ]

@@ -105,8 +105,8 @@ column `quantized` shows whether the tests compare checkpoints of each format, o
 | `bitsandbytes` | `nf4` and `fp4`, also nested, and 8 bits |
 | `mxfp4` | experts of gpt-oss |
 
-CPUs keep weights of 8 bits or fewer as codes and scales, but `fp8` weights in `--dtype`. GPUs keep all weights in
-`--dtype` ([how each format is kept and multiplied](quantized-checkpoints.md#serving)). The shapes of a module's tensors
+CPUs keep weights of 8 bits or fewer as codes and scales, but `fp8` weights in `--dtype`. GPUs keep all of them as codes
+([how each format is kept and multiplied](quantized-checkpoints.md#serving)). The shapes of a module's tensors
 determine its bits and groups, so modules may differ. The service refuses all other formats with an error that names the
 format, for example EXL2, AQLM, QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, Marlin 2:4, sparse
 formats, the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.

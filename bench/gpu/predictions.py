@@ -25,6 +25,11 @@ _OF_BOTH = {
     "launch in a graph": Prediction(1.0, 2.0),
     "upload latency": Prediction(4, 12),
     "8b prefill 8192: share of gemm": Prediction(0.60, 0.75, gate=0.55, goal=0.70),
+    "8b decode 64 with 8 adapters: relative to none": Prediction(
+        1.12, 1.35, gate=1.5, goal=1.2, at_most=True
+    ),
+    "experts of 64 tokens: share": Prediction(0.45, 0.75, gate=0.4, goal=0.7),
+    "experts of 4096 tokens: share": Prediction(0.2, 0.4),
     "idle between steps": Prediction(0.0, 0.02, gate=0.05, goal=0.02, at_most=True),
     "start of 1b": Prediction(8, 25, gate=30, at_most=True),
     "1b stream 64: router's share of a core": Prediction(0.9, 1.1),

@@ -25,6 +25,7 @@ LIBRARIES = (
 KERNELS = (
     *("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample", "describe"),
     *("convolve", "scan_mamba", "scan_delta", "keep_inputs"),
+    *("group_rows", "add_low_rank", "mix_experts"),
     *("multiply_codes", "widen_codes"),
 )
 # Kernels that read or write a cache.
@@ -80,7 +81,7 @@ def _compare_kernels(dtype: str, group: str, seconds: float, is_rehearsed: bool)
             is_rehearsed=is_rehearsed and kernel in REHEARSED_KERNELS,
         )
         for kernel in KERNELS
-        if group != "others" or kernel not in ("begin_step", "sample", "describe")
+        if group != "others" or kernel not in ("begin_step", "sample", "describe", "group_rows")
     )
 
 
@@ -144,6 +145,8 @@ STAGES = (
             _case("states", "states:measure", 15),
             _case("products of codes", "codes:measure_products", 25),
             _case("8b of codes", "codes:measure_steps", 40),
+            _case("8b adapters", "grouped:measure_adapters", 20, "8b"),
+            _case("experts", "grouped:measure_experts", 10),
         ),
         libraries=LIBRARIES,
     ),

@@ -14,7 +14,9 @@ from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
-from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, Input, KernelSizes, draw_rows
+from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, ExpertSizes, Input, KernelSizes, draw_rows
+from tgis.shard.kernels.cuda.grouped.expert_table import FEW_ROWS, MANY_ROWS
+from tgis.shard.kernels.cuda.grouped.slots import TILE
 from tgis.shard.kernels.cuda.implementations import STATE_KERNELS
 from tgis.shard.kernels.cuda.step_state import (
     MAX_TOPS,
@@ -222,6 +224,25 @@ def _draw_states(kernel: str, target: Target, dtype: torch.dtype, group: Group) 
             yield f"{sizes} {number}", each
 
 
+def _draw_groups(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    num_rows = 70 if target.is_rehearsal else 8192
+    for num_groups, tile in ((NUM_ROWS, TILE), (128, FEW_ROWS), (128, MANY_ROWS)):
+        groups = torch.randint(-1, num_groups, (num_rows,), dtype=torch.int32).to(target.device)
+        yield f"{num_rows} rows of {num_groups} groups", Input((groups, num_groups, tile))
+
+
+def _draw_low_ranks(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    for number, each in enumerate(INPUTS["add_low_rank"](target.device, dtype)):
+        yield f"input {number}", each
+
+
+def _draw_experts(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    for width, size in group.sizes:
+        sizes = KernelSizes(experts=ExpertSizes(width, size // 4))
+        for number, each in enumerate(INPUTS["mix_experts"](target.device, dtype, sizes)):
+            yield f"{width} {number}", each
+
+
 def _draw_products(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
     """Create matrices with tails of panels and tiles, of all layouts that the check at start has."""
     num_rows = 3 if target.is_rehearsal else 100
@@ -251,6 +272,9 @@ _DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
     "multiply_codes": _draw_products,
     "widen_codes": _draw_widenings,
     **{kernel: partial(_draw_states, kernel) for kernel in sorted(STATE_KERNELS)},
+    "group_rows": _draw_groups,
+    "add_low_rank": _draw_low_ranks,
+    "mix_experts": _draw_experts,
 }
 
 

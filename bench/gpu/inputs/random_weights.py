@@ -8,6 +8,7 @@ from torch import Tensor
 from bench.gpu.inputs.random_codes import RandomCodes
 from bench.shapes import INIT_STD, Shape, model_config
 from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.checkpoint.provenance import ModuleRows
 from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, Stored
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels, Parts
@@ -30,8 +31,10 @@ class RandomTensor(FloatsOnly):
 class RandomWeights:
     """Replacement of the checkpoint that a model reads."""
 
-    def __init__(self, device: torch.device, layout: CodeLayout | None = None):
-        self._device = device
+    has_scaled_matrices = False
+
+    def __init__(self, shape: Shape, device: torch.device, layout: CodeLayout | None = None):
+        self._shape, self._device = shape, device
         self._layout = layout
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
@@ -42,12 +45,20 @@ class RandomWeights:
             return RandomCodes(self._layout, shape, path, self._device)
         return RandomTensor(shape, path, self._device)
 
+    def trace(self, path: str, shape: tuple[int, int]) -> list[ModuleRows]:
+        """Return the modules that make up a matrix."""
+        model = self._shape
+        q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        packed = {"qkv": [q_size, kv_size, kv_size], "up": [model.intermediate_size] * 2}
+        counts = packed.get(path.rpartition(".")[2], [shape[0]])
+        return [ModuleRows(f"{path}.{number}", 0, count) for number, count in enumerate(counts)]
+
 
 def build_model(
     shape: Shape, dtype: torch.dtype, kernels: Kernels, layout: CodeLayout | None = None
 ) -> Decoder:
     """Return a model whose linear layers have codes of a layout, or weights of `dtype`."""
-    weights: Any = RandomWeights(kernels.device, layout)
+    weights: Any = RandomWeights(shape, kernels.device, layout)
     model = registry.build(
         registry.make_spec(model_config(shape)), Parts(ProcessGroup(0, 1), weights, dtype, kernels)
     )

@@ -3,10 +3,12 @@ launched while another is computed."""
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from bench.gpu.inputs.kernels import load_kernels
+from bench.gpu.inputs.random_adapters import draw_adapter
 from bench.gpu.inputs.random_weights import build_model
 from bench.gpu.target import Target
 from bench.shapes import Shape
@@ -32,9 +34,14 @@ REHEARSED_STEPS, REHEARSED_WARM_STEPS = 6, 2
 MAX_NEW = 4 * STEPS  # of a row, so that none ends during the measurement
 
 
-def load_runner(target: Target, shape: Shape, layout: CodeLayout | None = None) -> DeviceModelRunner:
-    """Return a runner without captured steps. Linear layers have codes of a layout, or bfloat16 weights."""
+def load_runner(
+    target: Target, shape: Shape, layout: CodeLayout | None = None, has_adapters: bool = False
+) -> DeviceModelRunner:
+    """Return a runner without captured steps. Linear layers have codes of a layout, or bfloat16 weights.
+    Adapters, if there are any, are random ones of any digest."""
     kernels, dtype = choose_kernels(target), torch.bfloat16
+    if has_adapters:  # a fallback does not read the table of adapters
+        kernels = replace(kernels, add_low_rank=load_kernels(target).add_low_rank)
     model = build_model(shape, dtype, CudaKernels(target.device, kernels), layout)
     max_rows = 2 if target.is_rehearsal else MAX_ROWS
     num_blocks = max_rows * -(-(CONTEXT + MAX_NEW) // BLOCK_SIZE)
@@ -52,8 +59,9 @@ def load_runner(target: Target, shape: Shape, layout: CodeLayout | None = None) 
         max_rows,
         Guides(_refuse_grammars, shape.vocab_size),
         info,
-        LoadedAdapters(_refuse_adapters),
+        LoadedAdapters((lambda _: draw_adapter(model.parts)) if has_adapters else _refuse_adapters),
         memory_left=lambda: 1 << 40,
+        has_adapters=has_adapters,
     )
 
 

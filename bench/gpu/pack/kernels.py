@@ -20,16 +20,19 @@ from bench.gpu.inputs.shapes import SHAPES
 from tgis.shard.kernels.cuda.kernel_cache import make_keys_repeatable
 from tgis.shard.kernels.cuda.offline.driver import compile_only
 from tgis.shard.kernels.cuda.offline.variants import (
+    MODELS,
     ModelShape,
     Variant,
     find_begin_step,
     find_check_variants,
+    find_group_rows,
     find_model_variants,
 )
 
 CAPABILITY = 90
 # Triton compiles separate kernels for one token, for multiples of 16 and for other numbers.
 NUM_TOKENS = (1, 24, 64)
+[EXPERTS] = (model for model in MODELS if model.name == "qwen3-30b-a3b")
 
 
 def main() -> None:
@@ -55,9 +58,12 @@ def list_variants() -> Iterator[Variant]:
     yield from find_check_variants()
     for num_tokens in NUM_TOKENS:
         yield find_begin_step(num_tokens)
+        yield find_group_rows(num_tokens)
+        yield from find_model_variants(EXPERTS, num_tokens, (torch.bfloat16,))
         for name, shape in SHAPES.items():
             heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-            model = ModelShape(name, shape.hidden_size, shape.intermediate_size, *heads, shape.vocab_size)
+            sizes = shape.hidden_size, shape.intermediate_size, *heads, shape.vocab_size
+            model = ModelShape(name, *sizes, has_adapters=name == "8b")
             yield from find_model_variants(model, num_tokens, (torch.bfloat16,))
 
 

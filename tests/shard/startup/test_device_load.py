@@ -18,7 +18,7 @@ from tests.support.shard.portable import plain
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
-from tgis.shard.runner.graph_sizes import GraphSize, graph_sizes
+from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.server import log_failure
 from tgis.shard.startup import choose_platform
 from tgis.shard.startup.cuda_platform import choose_graph_sizes
@@ -70,6 +70,17 @@ def test_graphs_need_the_kernels_that_attend(replaced: str, sizes: list[GraphSiz
     implementations = Implementations.choose(frozenset({replaced}))
     result = choose_graph_sizes(implementations, None, max_rows=3, max_prompt_tokens=20)
     assert list(result) == sizes
+
+
+def test_graphs_with_adapters_need_their_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = graph_sizes(None, 3, 20)
+    whole, partial = (
+        choose_graph_sizes(Implementations.choose(frozenset(replaced)), None, 3, 20, has_adapters=True)
+        for replaced in ((), ("add_low_rank",))
+    )
+    assert whole == add_adapter_sizes(sizes)
+    assert partial == sizes
+    assert "no CUDA graphs of steps with adapters" in caplog.text
 
 
 def test_options_of_gpus_on_a_cpu(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import triton
 
 from tests.support.cuda.machine_code import MachineCode, Resources, read_machine_code, read_resources
-from tgis.shard.kernels.cuda.implementations import STATE_KERNELS
+from tgis.shard.kernels.cuda.implementations import EXPERT_KERNELS, STATE_KERNELS
 from tgis.shard.kernels.cuda.offline.driver import MAX_SHARED_BYTES, OfflineKernel, compile_only
 from tgis.shard.kernels.cuda.offline.variants import NUM_TOKENS, Variant, find_variants
 
@@ -23,6 +23,8 @@ MODELS = (
     *("all", "llama-3.1-8b/1", "gemma-2-9b/1", "qwen3-8b/1", "gpt-oss-20b/1"),
     *("bloom-7b1/1", "flan-t5-xl/1", "starcoder/1"),
 )
+# Of these, only the kernels of experts.
+EXPERT_MODELS = ("qwen3-30b-a3b/1",)
 # Of these, only the kernels of states: others are as in the models above.
 STATE_MODELS = ("granite-4.0-h-tiny/1", "falcon-h1-7b/1", "qwen3-next-80b/1")
 Table = dict[str, MachineCode]
@@ -32,9 +34,8 @@ Code = TypeVar("Code", bound=Resources)
 def of_models(*models: str, num_tokens: int = NUM_TOKENS) -> list[Variant]:
     """Return the variants of models in bfloat16."""
     results = [each for each in find_variants(num_tokens) if each.label.split()[0] in models]
-    results = [
-        each for each in results if each.kernel in STATE_KERNELS or each.label.split()[0] not in STATE_MODELS
-    ]
+    only = {**dict.fromkeys(STATE_MODELS, STATE_KERNELS), **dict.fromkeys(EXPERT_MODELS, EXPERT_KERNELS)}
+    results = [each for each in results if each.kernel in only.get(each.label.split()[0], {each.kernel})]
     return [each for each in results if "float16" not in each.label.split()]
 
 
@@ -84,7 +85,7 @@ def main() -> int:
         if sys.argv[1:]:
             result = find_faults(find_variants(), int(sys.argv[1]))
         else:
-            table, result = measure(of_models(*MODELS, *STATE_MODELS))
+            table, result = measure(of_models(*MODELS, *EXPERT_MODELS, *STATE_MODELS))
             write(table)
     print("\n".join(result))
     return bool(result)

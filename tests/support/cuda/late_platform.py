@@ -1,5 +1,6 @@
 """Platform like a GPU's on the CPU: fallback kernels, late work, and graphs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +10,7 @@ from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
-from tgis.shard.runner.graph_sizes import graph_sizes
+from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.startup.cuda_platform import make_runner
 from tgis.shard.startup.platform import Platform
 
@@ -25,5 +26,18 @@ def late_platform(device: LateDevice, kernels: Implementations | None = None) ->
         num_dummy_blocks=1,
         state_chunk=STATE_CHUNK,
         replaced_kernels=kernels.replaced,
-        graph_sizes=graph_sizes,
+        graph_sizes=partial(_choose_sizes, kernels),
     )
+
+
+def _choose_sizes(
+    kernels: Implementations,
+    configured: Sequence[int] | None,
+    max_rows: int,
+    max_prompt_tokens: int,
+    has_adapters: bool,
+) -> list[GraphSize]:
+    """Return sizes also for fallbacks of the kernels that attend, which a GPU would not capture."""
+    sizes = graph_sizes(configured, max_rows, max_prompt_tokens)
+    has_adapters &= "add_low_rank" not in kernels.replaced
+    return add_adapter_sizes(sizes) if has_adapters else sizes

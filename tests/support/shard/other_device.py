@@ -42,6 +42,9 @@ class _Tensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.inner.tolist()
 
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
     def numpy(self, *, force: bool = False) -> Any:
         assert force, "a tensor of another device is no array"
         return self.inner.numpy(force=True)

@@ -133,7 +133,6 @@ def _read_all(
     read: Callable[[Cut, Trace, Mapping[str, Change]], Iterator[LowRank]],
 ) -> dict[str, tuple[LowRank, ...]]:
     deltas = {}
-    device = parts.kernels.device
     for path, trace in traces.items():
         if any(rows.module in changes for rows in trace):
             own = _turn(parts.cuts[path], trace, changes)
@@ -141,7 +140,9 @@ def _read_all(
             terms = read(parts.cuts[path], trace, own)
             factors = parts.factors.get(path)
             deltas[path] = tuple(
-                LowRank(_scale_inputs(term.a, factors).to(device), term.b.to(device), term.first)
+                parts.kernels.place_low_rank(
+                    LowRank(_scale_inputs(term.a, factors), term.b, term.first), parts.cuts[path].is_table
+                )
                 for term in terms
             )
     return deltas
@@ -197,6 +198,16 @@ def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Itera
             b = torch.cat([changes[rows.module].b[rows.rows] for rows in run])
             yield _pack(change.a[:, columns], b, change.scale, first)
         first += sum(rows.count for rows in run)
+
+
+def list_widths(parts: Parts, path: str) -> list[int]:
+    """Return the widths of the terms that an adapter may have at a layer. Adjacent terms may be one."""
+    cut = parts.cuts[path]
+    trace = parts.weights.trace(path, cut.shape)
+    if cut.is_table or cut.is_transposed:
+        return [cut.shape[1]]
+    groups = itertools.groupby(_list_own(cut, trace), lambda rows: rows.module)
+    return [sum(rows.count for rows in group) for _, group in groups]
 
 
 def _read_transposed(trace: Trace, changes: Mapping[str, Change]) -> LowRank:

@@ -83,16 +83,32 @@ class RowAdapters:
         # [num_virtual], [num_virtual, prompt_width]
         return VirtualTokens(torch.cat(indices).to(self._device), torch.cat(embeddings).float())
 
+    @property
+    def adapter_set(self) -> AdapterSet:
+        """The adapters of open rows. It is another object if they have changed."""
+        if self._is_set_stale:
+            self._rebuild_set()
+        return self._set
+
+    def has_any(self, rows: Integers) -> bool:
+        """Return True if any of the rows has an adapter."""
+        return bool(self._adapters) and bool((self.indices(rows) >= 0).any())
+
+    def indices(self, rows: Integers) -> npt.NDArray[np.int32]:
+        """Return the indices of rows' adapters in `adapter_set`, int32 [n]; -1: none."""
+        if self._is_set_stale:
+            self._rebuild_set()
+        return self._adapter_indices[rows]
+
     def token_adapters(self, rows: Integers, sequence: Integers) -> TokenAdapters | None:
         """Return each token's adapter, or None if no row has one. `sequence` [num_tokens] indexes `rows`."""
         if not self._adapters:
             return None
-        if self._is_set_stale:
-            self._rebuild_set()
-        indices = self._adapter_indices[rows]  # [num_seqs]
+        adapter_set = self.adapter_set
+        indices = self.indices(rows)  # [num_seqs]
         if (indices < 0).all():
             return None
-        return TokenAdapters(self._set, torch.from_numpy(indices[sequence]).to(self._device))
+        return TokenAdapters(adapter_set, torch.from_numpy(indices[sequence]).to(self._device))
 
     def _rebuild_set(self) -> None:
         """Rebuild the set if its adapters differ from the rows' adapters. This frees unused adapters."""

@@ -59,6 +59,12 @@ class ColumnParallel:
     def input_product(self, adapters: TokenAdapters | None) -> Product | None:
         return None if self._adapt.is_needed(adapters) else self._multiply
 
+    def adapt(self, x: Tensor, y: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        return self._adapt(x, y, adapters)
+
+    def is_adapted(self, adapters: TokenAdapters | None) -> bool:
+        return self._adapt.is_needed(adapters)
+
 
 class RowParallel:
     """Linear layer y = x W^T + b with the columns of W split over ranks: [num_tokens, own columns] ->
@@ -83,6 +89,17 @@ class RowParallel:
 
     def input_product(self, adapters: TokenAdapters | None) -> Product | None:
         return None if self._adapt.is_needed(adapters) else self._multiply
+
+    def adapt(self, x: Tensor, y: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        return self._adapt(x, y, adapters)
+
+    def is_adapted(self, adapters: TokenAdapters | None) -> bool:
+        return self._adapt.is_needed(adapters)
+
+    @property
+    def own_product(self) -> BiasedProduct:
+        """The product and bias of `summand`."""
+        return BiasedProduct(self._multiply, None if self._group.rank else self._bias)
 
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Return this rank's summand of the output, without the bias."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ class LowRank:
     """Low-rank update of adjacent columns of a layer's output: y[:, first : first + width] += x a b. `b`
     includes the scale. For an embedding, token ids select rows of `a` instead of x a."""
 
-    a: Tensor  # float32 [own in_features, rank], contiguous
+    a: Tensor  # float32 [own in_features, rank], in the layout of `Kernels.place_low_rank`
     b: Tensor  # float32 [rank, width], contiguous
     first: int
 
@@ -69,6 +70,13 @@ class Deltas:
         return max((one.row[2] for one in chain.from_iterable(self.parts)), default=0)
 
 
+class AdapterSource(Protocol):
+    """Adapters of a step, which the tokens' indices refer to."""
+
+    def at(self, path: str) -> Deltas | None:
+        """Return the updates of a layer, or None if no adapter changes it."""
+
+
 class AdapterSet:
     """Adapters of a step. Steps with the same adapters share this object, which caches look-ups."""
 
@@ -86,8 +94,8 @@ class AdapterSet:
 
 @dataclass(frozen=True)
 class TokenAdapters:
-    adapters: AdapterSet
-    indices: Tensor  # int32 [num_tokens], indices into the set; -1 means none
+    adapters: AdapterSource
+    indices: Tensor  # int32 [num_tokens], indices of the adapters; -1 means none
 
     def at(self, path: str) -> Deltas | None:
         return self.adapters.at(path)

@@ -20,7 +20,7 @@ from tgis.shard.checkpoint.tensors import (
 )
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
+from tgis.shard.layers.lora import Cut, Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.importance import Importance
@@ -89,6 +89,19 @@ class BiasedProduct(NamedTuple):
     bias: Tensor | None  # float32 [out_features]
 
 
+class ExpertProducts(NamedTuple):
+    """Two linear layers of one expert."""
+
+    up: BiasedProduct
+    down: BiasedProduct  # this rank's summand
+
+
+MixExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Function that returns the weighted sums of the tokens' experts, [num_tokens, width], for inputs
+[num_tokens, width], weights [num_tokens, num_chosen], and the numbers of the experts, int64 [num_tokens,
+num_chosen]."""
+
+
 class LinearLayer(Protocol):
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Return the layer's output with the adapters' updates, [num_tokens, out_features]."""
@@ -99,6 +112,10 @@ class LinearLayer(Protocol):
 
     def input_product(self, adapters: TokenAdapters | None) -> Product | None:
         """Return the product if it alone reads the layer's input: no adapter does."""
+
+    def adapt(self, x: Tensor, y: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        """Add the adapters' updates for x, [num_tokens, in_features], to y, [num_tokens, out_features], in
+        place, and return y."""
 
 
 class Kernels(Rounder, Protocol):
@@ -136,6 +153,10 @@ class Kernels(Rounder, Protocol):
 
     def prepare_adapters(self) -> None:
         """Compile the kernels of the next two methods. This may take seconds."""
+
+    def place_low_rank(self, update: LowRank, is_table: bool) -> LowRank:
+        """Return an update on this device, in the layout that the next two methods read: a row-major, unless
+        the platform prefers another order. `is_table` is true for updates of embeddings."""
 
     def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
         """Add the adapters' updates for x, [num_tokens, in_features], to y, [num_tokens, out_features]."""
@@ -225,6 +246,17 @@ class Kernels(Rounder, Protocol):
         number `layer`. rows: [num_tokens, any], the product of its first matrix; gates: [num_tokens, 2 *
         total_heads]."""
 
+    def join_experts(
+        self,
+        experts: Sequence[ExpertProducts],
+        activation: Activation,
+        gate_scale: float,
+        scales_input: bool,
+    ) -> MixExperts | None:
+        """Return the function that computes a layer's experts without adapters, or None if each must be
+        computed alone. A gate is multiplied by `gate_scale` before its activation. If `scales_input`, weights
+        multiply the experts' inputs instead of their outputs."""
+
     def norm_product(
         self,
         x: Tensor,
@@ -251,6 +283,9 @@ class Unfused(PortableRounder):
     """Default methods for platforms that do not fuse layers, have no products of codes, and round weights,
     select ids and clear rows with torch."""
 
+    def place_low_rank(self: Kernels, update: LowRank, is_table: bool) -> LowRank:
+        return LowRank(update.a.to(self.device), update.b.to(self.device), update.first)
+
     def select_ids(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
         is_inside = (ids >= begin) & (ids < end)
         return (ids - begin).where(is_inside, 0), is_inside.float()
@@ -270,6 +305,15 @@ class Unfused(PortableRounder):
         return False
 
     def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
+        return None
+
+    def join_experts(
+        self,
+        experts: Sequence[ExpertProducts],
+        activation: Activation,
+        gate_scale: float,
+        scales_input: bool,
+    ) -> MixExperts | None:
         return None
 
     def join(self, products: Sequence[Product]) -> Product:

@@ -17,6 +17,7 @@ class GraphSize(NamedTuple):
 
     num_rows: int
     num_prompt_tokens: int = 0
+    has_adapters: bool = False  # the step computes the updates of LoRA adapters, too
 
     @property
     def num_tokens(self) -> int:
@@ -24,7 +25,7 @@ class GraphSize(NamedTuple):
 
     def __str__(self) -> str:
         prompts = f" and {self.num_prompt_tokens} prompt tokens" if self.num_prompt_tokens else ""
-        return f"{self.num_rows} rows{prompts}"
+        return f"{self.num_rows} rows{prompts}" + (" with adapters" if self.has_adapters else "")
 
 
 def graph_sizes(
@@ -43,6 +44,21 @@ def graph_sizes(
     prompts = [n for n in _PROMPT_TOKENS if n <= max_prompt_tokens]
     sizes = [GraphSize(n) for n in rows] + [GraphSize(n, count) for n in prompt_rows for count in prompts]
     return sorted(sizes, key=lambda size: size.num_tokens)
+
+
+def add_adapter_sizes(sizes: Sequence[GraphSize]) -> list[GraphSize]:
+    """Return these sizes, and fewer of them for steps with adapters, sorted by number of tokens: without
+    prompts, numbers of rows that are powers of two, and the largest; with prompts, every second of both
+    numbers from the largest down. Steps without adapters have graphs of their own, because the kernels of
+    adapters would cost them several hundred launches."""
+    rows = sorted({size.num_rows for size in sizes if not size.num_prompt_tokens})
+    kept_rows = {n for n in rows if n & (n - 1) == 0 or n == rows[-1]}
+    prompts = [size for size in sizes if size.num_prompt_tokens]
+    prompt_rows, counts = (sorted({size[i] for size in prompts})[::-2] for i in range(2))
+    chosen = [size for size in prompts if size.num_rows in prompt_rows and size.num_prompt_tokens in counts]
+    chosen += [size for size in sizes if not size.num_prompt_tokens and size.num_rows in kept_rows]
+    added = [size._replace(has_adapters=True) for size in chosen]
+    return sorted([*sizes, *added], key=lambda size: (size.num_tokens, size.has_adapters))
 
 
 def _choose_rows(max_rows: int) -> list[int]:

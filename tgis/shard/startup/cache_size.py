@@ -130,9 +130,10 @@ class CacheSizing:
 
     def _try_graphs(self, runner: ModelRunner) -> tuple[int, Sequence[GraphSize]]:
         """Return the memory of graphs in bytes, and the sizes that can be captured: all sizes, only sizes
-        without prompt tokens, or none."""
-        without_prompts = [size for size in self.graph_sizes if not size.num_prompt_tokens]
-        for sizes in (self.graph_sizes, without_prompts):
+        without adapters, of these only sizes without prompt tokens, or none."""
+        without_adapters = [size for size in self.graph_sizes if not size.has_adapters]
+        without_prompts = [size for size in without_adapters if not size.num_prompt_tokens]
+        for sizes in dict.fromkeys(map(tuple, (self.graph_sizes, without_adapters, without_prompts))):
             if sizes and (num_bytes := self._measure_graphs(runner, sizes)) is not None:
                 return num_bytes, sizes
         return 0, ()
@@ -190,8 +191,9 @@ class CacheSizing:
             assert isinstance(runner, CapturingRunner)
             runner.graphs.capture(sizes)
             captured = runner.graphs.sizes
-            runner.info.graph_sizes[:] = [size.num_rows for size in captured if not size.num_prompt_tokens]
-            runner.info.num_prompt_graphs = sum(size.num_prompt_tokens > 0 for size in captured)
+            plain = [size for size in captured if not size.has_adapters]
+            runner.info.graph_sizes[:] = [size.num_rows for size in plain if not size.num_prompt_tokens]
+            runner.info.num_prompt_graphs = sum(size.num_prompt_tokens > 0 for size in plain)
         return runner, memory_plan.count_missing(budget, self._find_left())
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tgis.errors import first_line
 from tgis.shard.checkpoint.codes import CodeLayout
-from tgis.shard.kernels.cuda.check.inputs import SMALL, KernelSizes
+from tgis.shard.kernels.cuda.check.inputs import SMALL, ExpertSizes, KernelSizes
 from tgis.shard.kernels.cuda.check.self_check import DTYPES, choose_implementations
 from tgis.shard.kernels.cuda.codes.packing import can_pack
 from tgis.shard.kernels.cuda.implementations import Implementations
@@ -21,11 +21,11 @@ from tgis.shard.memory.cuda import CudaMemory
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import ModelSpec
 from tgis.shard.models.parts.states import find_state_shape
-from tgis.shard.models.spec import EncoderDecoderSpec, LayerSpec
+from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec, LayerSpec
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.cuda_stream import CudaStream
 from tgis.shard.runner.device.stream import DeviceStream
-from tgis.shard.runner.graph_sizes import GraphSize, graph_sizes
+from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.platform import DeviceError, KernelCompiler, Platform, RunnerParts
 
@@ -85,8 +85,17 @@ def find_sizes(spec: ModelSpec, num_ranks: int, layout: CodeLayout | None = None
         ffn_size=max(1, layers.intermediate_size // num_ranks),
         vocab_size=spec.vocab_size,
         states=None if state is None else state.sizes,
+        experts=_find_experts(layers, num_ranks),
         codes=codes,
     )
+
+
+def _find_experts(layers: LayerSpec, num_ranks: int) -> ExpertSizes | None:
+    experts = layers.experts if isinstance(layers, DecoderSpec) else None
+    if experts is None:
+        return None
+    width = experts.latent_size or layers.hidden_size
+    return ExpertSizes(width, max(1, experts.intermediate_size // num_ranks))
 
 
 def choose_graph_sizes(
@@ -94,8 +103,10 @@ def choose_graph_sizes(
     configured: Sequence[int] | None,
     max_rows: int,
     max_prompt_tokens: int,
+    has_adapters: bool = False,
 ) -> Sequence[GraphSize]:
-    """Return the sizes of steps to capture, as `graph_sizes` does."""
+    """Return the sizes of steps to capture, as `graph_sizes` does, and those of steps with adapters if there
+    may be any."""
     # A kernel's fallback reads as many keys as the longest sequence has, a number that a graph cannot know.
     if "attend_segments" in implementations.replaced:
         logger.warning("no CUDA graphs: they need the kernel attend_segments, which is replaced")
@@ -103,7 +114,15 @@ def choose_graph_sizes(
     if "attend_tiles" in implementations.replaced:
         logger.warning("no CUDA graphs of prompts: they need the kernel attend_tiles, which is replaced")
         max_prompt_tokens = 0
-    return graph_sizes(configured, max_rows, max_prompt_tokens)
+    sizes = graph_sizes(configured, max_rows, max_prompt_tokens)
+    if not has_adapters or not sizes:
+        return sizes
+    if "add_low_rank" in implementations.replaced:
+        logger.warning(
+            "no CUDA graphs of steps with adapters: they need the kernel add_low_rank, which is replaced"
+        )
+        return sizes
+    return add_adapter_sizes(sizes)
 
 
 def _open(device: torch.device, memory_fraction: float | None) -> CudaMemory:
@@ -133,4 +152,5 @@ def make_runner(
         adapters=parts.adapters,
         memory_left=on.memory.memory_left,
         states=parts.states,
+        has_adapters=parts.has_adapters,
     )

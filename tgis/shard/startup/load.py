@@ -332,6 +332,11 @@ class _Loaded:
         return self.plan.choice.is_native and (self.group.size == 1 or self.group.local is not None)
 
     @property
+    def has_adapters(self) -> bool:
+        """True if LoRA adapters may be loaded."""
+        return bool(self.plan.limits.adapter_bytes)
+
+    @property
     def graph_sizes(self) -> Sequence[GraphSize]:
         """Sizes of steps to capture as CUDA graphs."""
         if self.can_capture:
@@ -339,7 +344,8 @@ class _Loaded:
             configured = parse_graph_sizes(config.cuda_graphs)
             # In an encoder-decoder model, the decoder's prompt is a single token.
             prompt_tokens = 0 if self.model.spec.is_encoder_decoder else config.max_step_tokens
-            return self.plan.on.graph_sizes(configured, self.plan.demand.max_batch_size, prompt_tokens)
+            sizes = self.plan.demand.max_batch_size, prompt_tokens, self.has_adapters
+            return self.plan.on.graph_sizes(configured, *sizes)
         if self.plan.on.device.type == "cuda":
             logger.warning("no CUDA graphs: steps of sharded models are not captured")
         return ()
@@ -429,6 +435,7 @@ class _Loaded:
             demand.max_batch_size,
             self.can_capture,
             self._open_speculator(num_blocks),
+            self.has_adapters,
         )
         return on.make_runner(on, parts)
 

@@ -92,6 +92,7 @@ class RunnerParts:
     max_rows: int
     can_capture: bool  # the model's steps can be captured
     speculator: Speculator | DraftParts | None = None
+    has_adapters: bool = False  # LoRA adapters may be loaded
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,10 @@ class Platform:
     """Type of the KV cache, unless the operator sets one; None: the weights' own type."""
     open_local: OpenLocal | None = None
     """Function that opens faster collectives of ranks that are on one machine."""
-    graph_sizes: Callable[[Sequence[int] | None, int, int], Sequence[GraphSize]] = lambda *_: ()
+    graph_sizes: Callable[[Sequence[int] | None, int, int, bool], Sequence[GraphSize]] = lambda *_: ()
     """Function that returns the sizes of steps to capture. Its arguments are the configured numbers of rows,
-    the maximum number of rows, and the maximum number of prompt tokens."""
+    the maximum number of rows, the maximum number of prompt tokens, and whether LoRA adapters may be
+    loaded."""
 
     def memory_left(self, group: ProcessGroup) -> int:
         """Return the bytes that the ranks of one machine may still allocate, on the machine with the least

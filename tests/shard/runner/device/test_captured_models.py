@@ -14,7 +14,7 @@ from tests.support.cuda.fake_graph import FakeStream
 from tests.support.cuda.graph_sizes import of_rows
 from tests.support.cuda.interpreter import interpreted
 from tests.support.shard.checkpoints import write_model
-from tests.support.shard.family_cases.all import CASES, has_experts, runs_on_gpus
+from tests.support.shard.family_cases.all import CASES, runs_on_gpus
 from tests.support.shard.stepping import ALONE, read_config
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import Implementations
@@ -26,11 +26,9 @@ from tgis.shard.runner.graph_sizes import GraphSize
 
 SIZES = (2, MAX_ROWS)
 # test_every_family captures windows and soft caps, two rotary tables, and an encoder.
-QUICK = ("llama_grouped_queries",)
+QUICK = ("llama_grouped_queries", "mixtral")
 # Sliding windows and soft caps, an encoder, ALiBi slopes, position embeddings, and two rotary tables.
-OTHERS = ("gemma2", "t5", "bloom", "opt", "phi3_short_and_long")
-# Layers with different heads run only on the CPU.
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "granitemoe", "granitemoe_swa", "gpt_oss")
+OTHERS = ("gemma2", "t5", "bloom", "opt", "phi3_short_and_long", "gpt_oss")
 
 
 def load(directory: Path, case: str, kernels: Implementations, dtype: torch.dtype = torch.float32) -> Any:
@@ -83,7 +81,7 @@ def compare(
 
 
 def list_cases() -> list[object]:
-    cases = [case for case in CASES if runs_on_gpus(case) and not has_experts(case)]
+    cases = [case for case in CASES if runs_on_gpus(case)]
     return [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in cases]
 
 
@@ -102,7 +100,11 @@ def test_replayed_steps_in_other_types(case: str, dtype: torch.dtype, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "case", ["llama_grouped_queries", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma2", "gpt2"))]
+    "case",
+    [
+        "llama_grouped_queries",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma2", "gpt2", "mixtral")),
+    ],
 )
 def test_replayed_launches_of_kernels(case: str, tmp_path: Path) -> None:
     kernels = interpreted()
@@ -125,14 +127,13 @@ def test_idle_rows_change_nothing(tmp_path: Path) -> None:
         assert exact.rows.words.equal(padded.rows.words)
 
 
-@pytest.mark.parametrize(
-    "case", ["mixtral", *(pytest.param(x, marks=pytest.mark.slow) for x in WITH_EXPERTS[1:])]
-)
-def test_models_with_experts_have_no_graphs(
-    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_experts_that_are_computed_one_by_one_have_no_graphs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For example those with codes. The host counts the tokens of each expert."""
+    monkeypatch.setattr(CudaKernels, "join_experts", lambda *_: None)
     kernels = Implementations.plain()
-    scene = DecodeScene(load(tmp_path, case, kernels), kernels, torch.float32)
+    scene = DecodeScene(load(tmp_path, "mixtral", kernels), kernels, torch.float32)
     graphs = StepGraphs(FakeStream(), scene.make_parts, lambda: 0)
     with caplog.at_level(logging.WARNING):
         graphs.capture(of_rows(*SIZES))

@@ -81,6 +81,12 @@ def test_int8_rounds_weights_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_experts_of_codes_have_no_graphs(tmp_path: Path) -> None:
+    write_model(tmp_path, CASES["mixtral"]())
+    compare(tmp_path, pb.STEP_PATH_MODEL, quantize="eetq")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_activations_of_16_bits(dtype: str, tmp_path: Path) -> None:
     plain, quantized = tmp_path / "plain", tmp_path / "quantized"
@@ -139,24 +145,24 @@ def find_difference(*runners: ModelRunner) -> float:
     return sum(abs(one.logprobs[0] - other.logprobs[0]) for one, other in pairs) / len(answers[0])
 
 
-def compare(directory: Path, **options: Any) -> None:
-    """Compare a captured runner with the CPU's."""
+def compare(directory: Path, path: int = pb.STEP_PATH_GRAPH, **options: Any) -> None:
+    """Compare a captured runner, whose steps have a path, with the CPU's."""
     device = CapturingDevice()
     config = configure(directory, **SIZES, cuda_graphs="3,8", **options)
     runner = load(config, on=late_platform(device))
     expected = answer(load(config), wants_details=True)
-    bare = answer(runner, wants_details=False)
+    bare = answer(runner, wants_details=False, path=path)
     detailed = answer(runner, wants_details=True)
     for mine, other, theirs in zip(bare, detailed, expected, strict=True):
         assert mine.generated == other.generated == theirs.generated
         assert other.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
 
 
-def answer(runner: ModelRunner, wants_details: bool) -> list[Request]:
+def answer(runner: ModelRunner, wants_details: bool, path: int = pb.STEP_PATH_GRAPH) -> list[Request]:
     details = {"logprobs": True} if wants_details else {}
     requests = [Request(prompt, 8, details=details) for prompt in prompts(3, 6)]
     runner.reset()
     router = Router(runner, seed=1, depth=1 if wants_details else 3)
     router.run(list(requests))
-    assert wants_details or pb.STEP_PATH_GRAPH in {response.path for response in router.responses}
+    assert wants_details or path in {response.path for response in router.responses}
     return requests

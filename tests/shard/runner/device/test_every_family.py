@@ -15,7 +15,7 @@ from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import Request, Router, configure
-from tests.support.shard.family_cases.all import CASES, has_experts, runs_on_gpus
+from tests.support.shard.family_cases.all import CASES, runs_on_gpus
 from tests.support.shard.family_oracle import NEW_TOKENS, Answer, Oracle, check, draw_inputs
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
@@ -24,8 +24,6 @@ from tgis.shard.startup.load import load
 # Interpreted GPU kernels take long: make test-all runs every family.
 pytestmark = pytest.mark.slow
 
-# Their feed-forward layers count each expert's tokens on the host, so no step is captured.
-WITH_EXPERTS = {case for case in CASES if has_experts(case)}
 # Models with windows and soft caps, experts, two rotary tables, or an encoder; test_model_runner has a plain
 # one.
 QUICK = {"gemma2", "granitemoe", "phi3_short_and_long", "t5"}
@@ -60,7 +58,8 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
     router = Router(runner, seed=1, depth=3)
     router.run(list(bare))
     paths = {response.path for response in router.responses}
-    assert (pb.STEP_PATH_MODEL if case in WITH_EXPERTS else pb.STEP_PATH_GRAPH) in paths
+    assert pb.STEP_PATH_GRAPH in paths
+    assert pb.STEP_PATH_MODEL not in paths
     assert device.max_queued > 3
     runner.reset()
     mixed = [ask(answer, start, wants_details=False) for answer in answers]
@@ -72,7 +71,10 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
         assert request.generated[: answer.certain] == answer.token_ids[: answer.certain]
 
 
-INTERPRETED = ["llama_tied", *(pytest.param(case, marks=pytest.mark.slow) for case in ("gemma2", "t5"))]
+INTERPRETED = [
+    "llama_tied",
+    *(pytest.param(case, marks=pytest.mark.slow) for case in ("gemma2", "t5", "mixtral")),
+]
 
 
 @pytest.mark.parametrize("case", INTERPRETED)

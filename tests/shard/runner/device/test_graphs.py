@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.cuda.fake_graph import FakeGraph, FakeStream
 from tests.support.cuda.graph_sizes import of_rows
 from tgis.shard.runner.device.graphs import MAX_CAPTURE_S, MAX_PROMPT_CAPTURE_S, StepGraphs, StepParts
-from tgis.shard.runner.graph_sizes import MAX_PROMPT_TOKENS, GraphSize, graph_sizes
+from tgis.shard.runner.graph_sizes import MAX_PROMPT_TOKENS, GraphSize, add_adapter_sizes, graph_sizes
 
 GRAPH_BYTES, FREE_BYTES = 10 << 20, 1000 << 20
 
@@ -263,3 +263,31 @@ def test_why_nothing_is_captured_is_known() -> None:
     assert graphs.refusal is None
     graphs.capture(of_rows(1, 2))
     assert (graphs.refusal, graphs.sizes) == ("not permitted", [])
+
+
+def test_steps_with_adapters_have_graphs_of_their_own() -> None:
+    steps, bare, tuned = Steps(), GraphSize(4), GraphSize(8, has_adapters=True)
+    graphs = graphs_on(Device(), steps)
+    assert not graphs.have_adapters
+    graphs.capture([bare, tuned])
+    assert graphs.have_adapters
+    found = [graphs.find(3), graphs.find(5), graphs.find(3, 0, True), graphs.find(9, 0, True)]
+    assert [step and step.size for step in found] == [bare, None, tuned, None]
+
+
+def test_sizes_with_adapters() -> None:
+    assert add_adapter_sizes([]) == []
+    sizes = add_adapter_sizes(graph_sizes([1, 2, 3, 6], 8, 128))
+    assert sizes[-1] == GraphSize(6, 128, has_adapters=True)
+    plain, tuned = ([each for each in sizes if each.has_adapters is kind] for kind in (False, True))
+    assert plain == graph_sizes([1, 2, 3, 6], 8, 128)
+    assert [each.num_rows for each in tuned if not each.num_prompt_tokens] == [1, 2, 6]
+    assert [each[:2] for each in tuned if each.num_prompt_tokens] == [(6, 16), (6, 128)]
+
+
+def test_graphs_with_adapters_are_dropped_alone() -> None:
+    """The third capture fails: that of steps with adapters."""
+    device = Device(error=lambda done: RuntimeError("an error") if done == 2 else None)
+    graphs = graphs_on(device)
+    graphs.capture([GraphSize(4), GraphSize(4, has_adapters=True)])
+    assert graphs.sizes == [GraphSize(4)]

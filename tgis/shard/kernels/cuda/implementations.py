@@ -18,6 +18,8 @@ from tgis.shard.kernels.cuda import (
 )
 from tgis.shard.kernels.cuda.codes import multiply_codes, widen_codes
 from tgis.shard.kernels.cuda.details import describe
+from tgis.shard.kernels.cuda.grouped import add_low_rank, group_rows, mix_experts
+from tgis.shard.kernels.cuda.grouped.group_rows import RowTiles
 from tgis.shard.kernels.cuda.states import convolve, keep_inputs, scan_delta, scan_mamba
 
 # Name of a kernel -> module with `launch` and `plain`.
@@ -34,11 +36,16 @@ KERNELS: dict[str, ModuleType] = {
     "scan_mamba": scan_mamba,
     "scan_delta": scan_delta,
     "keep_inputs": keep_inputs,
+    "group_rows": group_rows,
+    "add_low_rank": add_low_rank,
+    "mix_experts": mix_experts,
     "multiply_codes": multiply_codes,
     "widen_codes": widen_codes,
 }
 STATE_KERNELS = frozenset({"convolve", "scan_mamba", "scan_delta", "keep_inputs"})
 """Kernels that only recurrent layers use."""
+EXPERT_KERNELS = frozenset({"mix_experts"})
+"""Kernels that only layers with experts use."""
 CODE_KERNELS = frozenset({"multiply_codes", "widen_codes"})
 """Kernels that only weights of codes use."""
 
@@ -59,6 +66,9 @@ class Implementations:
     scan_mamba: Callable[..., Tensor]
     scan_delta: Callable[..., Tensor]
     keep_inputs: Callable[..., None]
+    group_rows: Callable[..., RowTiles]
+    add_low_rank: Callable[..., None]
+    mix_experts: Callable[..., Tensor]
     multiply_codes: Callable[..., Tensor]
     widen_codes: Callable[..., Tensor]
 

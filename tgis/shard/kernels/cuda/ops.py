@@ -12,21 +12,23 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.kernels.cuda.codes.packing import can_pack, count_bytes
+from tgis.shard.kernels.cuda.grouped.expert_table import ExpertMatrices, ExpertTable
+from tgis.shard.kernels.cuda.grouped.slots import SlotDeltas, SlotTokens
 from tgis.shard.kernels.cuda.implementations import CODE_KERNELS, Implementations
 from tgis.shard.kernels.cuda.products.codes import CudaCodeProduct, CudaJoinedProduct, pack_product
 from tgis.shard.kernels.cuda.products.floats import CudaProduct, DeviceProduct
 from tgis.shard.kernels.cuda.states import mix
 from tgis.shard.kernels.portable.ops import TorchKernels, read_packed
-from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.layers.ops import Activation, LinearLayer, NormLayer, Product
+from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
+from tgis.shard.layers.ops import Activation, ExpertProducts, LinearLayer, MixExperts, NormLayer, Product
 from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole
 
 
 class CudaKernels(TorchKernels):
-    """`Kernels` of GPUs. Steps of a single rank without adapters and experts can be captured in a CUDA
-    graph."""
+    """`Kernels` of GPUs. Steps of a single rank can be captured in a CUDA graph, unless experts have codes
+    or adapters of their own."""
 
     def __init__(self, device: torch.device, implementations: Implementations):
         super().__init__(device)
@@ -55,6 +57,24 @@ class CudaKernels(TorchKernels):
     def join(self, products: Sequence[Product]) -> Product:
         return CudaJoinedProduct([each for each in products if isinstance(each, CudaCodeProduct)])
 
+    def place_low_rank(self, update: LowRank, is_table: bool) -> LowRank:
+        """Implement `Kernels.place_low_rank`. The columns of a, which a product reads, are contiguous."""
+        a, b = update.a.to(self.device), update.b.to(self.device)
+        return LowRank(a if is_table else a.t().contiguous().t(), b, update.first)
+
+    def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+        if isinstance(deltas, SlotDeltas) and isinstance(adapters, SlotTokens):
+            tokens = adapters.row_tiles, adapters.indices, adapters.max_rank
+            self._implementations.add_low_rank(y, x.contiguous(), deltas, *tokens)
+        else:
+            super().add_low_rank(y, x, deltas, adapters)
+
+    def add_looked_up(self, y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+        if isinstance(deltas, SlotDeltas):
+            self.add_low_rank(y, token_ids, deltas, adapters)
+        else:
+            super().add_looked_up(y, token_ids, deltas, adapters)
+
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         return self._implementations.norm(x, delta, weight, None, eps, False, torch.float32)
 
@@ -77,6 +97,29 @@ class CudaKernels(TorchKernels):
     ) -> Tensor:
         return mix.mix_delta(self._implementations, rows, gates, mixer, layer, states)
 
+    def join_experts(
+        self,
+        experts: Sequence[ExpertProducts],
+        activation: Activation,
+        gate_scale: float,
+        scales_input: bool,
+    ) -> MixExperts | None:
+        products = [product for expert in experts for product in (expert.up.product, expert.down.product)]
+        weights = [product.weight for product in products if isinstance(product, CudaProduct)]
+        if len(weights) < len(products) or len({weight.dtype for weight in weights}) > 1:
+            return None
+        matrices = [
+            ExpertMatrices(up, expert.up.bias, down, expert.down.bias)
+            for expert, up, down in zip(experts, weights[::2], weights[1::2], strict=True)
+        ]
+        table = ExpertTable.of(matrices, activation, gate_scale, scales_input)
+        mix = self._implementations.mix_experts
+
+        def mix_experts(x: Tensor, factors: Tensor, chosen: Tensor) -> Tensor:
+            return mix(x, factors, chosen, table, table.choose_tile(chosen.numel()))
+
+        return mix_experts
+
     def norm_product(
         self,
         x: Tensor,
@@ -94,10 +137,10 @@ class CudaKernels(TorchKernels):
     def product_add(
         self, x: Tensor, y: Tensor, linear: LinearLayer, adapters: TokenAdapters | None
     ) -> Tensor:
-        biased = linear.as_product(adapters)
+        biased = linear.as_product(None)
         if biased is None or not isinstance(biased.product, DeviceProduct) or biased.product.is_wide:
             return linear(y, adapters)
-        return biased.product.add_bias(y, biased.bias)
+        return linear.adapt(y, biased.product.add_bias(y, biased.bias), adapters)
 
     def _normalise(self, x: Tensor, delta: Tensor | None, norm: NormLayer | None) -> Tensor:
         """Return norm(x + delta) in the weights' type. Overwrites x with the sum."""
@@ -108,11 +151,13 @@ class CudaKernels(TorchKernels):
         )
 
     def _multiply(self, x: Tensor, linear: LinearLayer, adapters: TokenAdapters | None) -> Tensor:
-        """Return the layer's output in the weights' type."""
-        biased = linear.as_product(adapters)
+        """Return the layer's output in the weights' type. The adapters' updates come after the bias, so that
+        rows without adapters have the same bits beside rows with adapters as without."""
+        biased = linear.as_product(None)
         if biased is None or not isinstance(biased.product, DeviceProduct):
             return linear(x, adapters).to(self._dtype)
-        return biased.product.add_bias(x, biased.bias).to(self._dtype)
+        y = biased.product.add_bias(x, biased.bias)
+        return linear.adapt(x, y, adapters).to(self._dtype)
 
 
 def _is_wide(role: MatrixRole, dtype: torch.dtype) -> bool:

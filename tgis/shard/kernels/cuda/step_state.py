@@ -93,6 +93,7 @@ class RowState:
 
 
 NO_SPANS = torch.empty((3, 0), dtype=torch.int32)
+NO_SLOTS = torch.empty(0, dtype=torch.int32)
 
 
 class StagedStep(NamedTuple):
@@ -116,6 +117,8 @@ class StagedStep(NamedTuple):
     # has only the end of the tokens. Captured steps are padded with the dummy state. Models without states
     # have none.
     spans: Tensor = NO_SPANS
+    # [num_tokens], slots of the tokens' adapters, -1 for none; empty if the step computes no adapters.
+    adapter_slots: Tensor = NO_SLOTS
 
 
 class StepTensors(NamedTuple):

@@ -13,7 +13,7 @@ from tgis.shard.layers.embedding import PositionEmbedding
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.norm import Norm, SplitNorm, make_bare_head_norm, read_head_norm
-from tgis.shard.layers.ops import Activation, Parts
+from tgis.shard.layers.ops import Activation, ExpertProducts, Parts
 from tgis.shard.models.spec import LayerSpec
 
 
@@ -176,6 +176,20 @@ class MLP:
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Return this rank's summand of the output."""
         return self._down.summand(self._activate(BranchInput(x), adapters), adapters)
+
+    @property
+    def products(self) -> ExpertProducts:
+        product = self._up.as_product(None)
+        assert product is not None, "no adapter changes it"
+        return ExpertProducts(product, self._down.own_product)
+
+    @property
+    def activation(self) -> Activation:
+        return self._activation
+
+    def is_adapted(self, adapters: TokenAdapters | None) -> bool:
+        """Return True if an adapter changes one of the layers."""
+        return self._up.is_adapted(adapters) or self._down.is_adapted(adapters)
 
     def _activate(self, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:
         if self._gate_scale == 1:

@@ -36,6 +36,9 @@ class SparseMLP:
             mlp_bias=experts.bias,
         )
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
+        products = [expert.products for expert in self._experts]
+        activation, gate_scale = self._experts[0].activation, sizes.gate_scale
+        self._mix_all = parts.kernels.join_experts(products, activation, gate_scale, experts.scales_input)
 
     def __call__(self, x: Tensor, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:
         """Return the output still to be added to x, the residual stream."""
@@ -58,6 +61,8 @@ class SparseMLP:
         """Return this rank's summand of the chosen experts. Each token's experts are added in the order of
         their numbers, so that its bits do not depend on other tokens."""
         weights, chosen = self._route(scores)  # [num_tokens, num_active]
+        if self._mix_all is not None and not any(expert.is_adapted(adapters) for expert in self._experts):
+            return self._mix_all(x, weights, chosen).to(x.dtype)
         order = chosen.flatten().argsort(stable=True)  # indices in flattened `chosen`, sorted by expert
         counts = chosen.flatten().bincount(minlength=self._spec.num_experts).tolist()
         out = torch.zeros_like(x)

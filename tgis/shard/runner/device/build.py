@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.adapters.slot_assignments import allocate_slots
 from tgis.shard.kernels.cuda.attention import CudaAttention
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.memory.state_cache import StateCache
-from tgis.shard.models.interface import Model
+from tgis.shard.models.interface import AdaptableModel, Model
 from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.device.device_rows import allocate_rows
@@ -33,10 +34,12 @@ def make_device_runner(
     adapters: LoadedAdapters,
     memory_left: Callable[[], int],
     states: StateCache | None = None,
+    has_adapters: bool = False,
 ) -> DeviceModelRunner:
     """Build a runner without graphs. The cache's last block is the dummy block, which `info.num_blocks` does
     not count. The last slot of `states`, those of a model with recurrent layers, is a dummy, too.
-    `memory_left` returns the free bytes of the device."""
+    `memory_left` returns the free bytes of the device. `has_adapters` is true if LoRA adapters may be
+    loaded."""
     spec = model.spec
     assert isinstance(spec, DecoderSpec | EncoderDecoderSpec), "other engines run on the CPU"
     num_blocks = cache.num_blocks - 1
@@ -46,8 +49,16 @@ def make_device_runner(
     table = DeviceTable(max_rows, limits, stream.device, adapters, state)
     builder = BatchBuilder(table, attention, singles_first=True, states=states)
     packer = StepPacker(table, attention.tile_tokens, state, None if states is None else states.dummy_slot)
-    on = DeviceModel(model, attention, kernels, state, limits.rope_switch_len > 0, states)
+    slots = None
+    if has_adapters and isinstance(model, AdaptableModel) and can_use_slots(kernels, model):
+        slots = allocate_slots(model.parts, max_rows, stream.device)
+    on = DeviceModel(model, attention, kernels, state, limits.rope_switch_len > 0, states, slots)
     described = pb.InfoResponse(num_blocks=num_blocks)
     described.MergeFrom(info)
     described.num_blocks = num_blocks
     return DeviceModelRunner(on, stream, builder, packer, guides, described, adapters, memory_left)
+
+
+def can_use_slots(kernels: Implementations, model: AdaptableModel) -> bool:
+    """Return True if adapters are in slots. The fallback of the kernel that reads them does not read them."""
+    return "add_low_rank" not in kernels.replaced and not model.parts.weights.has_scaled_matrices

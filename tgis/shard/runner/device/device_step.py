@@ -1,6 +1,6 @@
 """Work of a step on a device: the forward pass up to the logits, and the sampling."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, StepLayout
 from tgis.shard.kernels.cuda.attention import CudaPlan
+from tgis.shard.kernels.cuda.grouped.slots import AdapterSlots, SlotTokens
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import (
     MAX_TOPS,
@@ -43,6 +44,7 @@ class DeviceModel:
     state: RowState
     has_long: bool  # rotary positions of long sequences are scaled differently
     states: StateCache | None = None  # of a model with recurrent layers
+    slots: AdapterSlots | None = None  # of adapters, if any may be loaded
 
     def make_inputs(
         self,
@@ -71,12 +73,17 @@ class DeviceModel:
             )
         is_long = tensors.is_long if self.has_long else None
         states = None if self.states is None else find_states(self.states, staged.spans)
+        if self.slots is not None and len(staged.adapter_slots):
+            group_rows = self.kernels.group_rows
+            adapters = SlotTokens(self.slots, staged.adapter_slots, size.max_rank, group_rows)
         return StepInputs(
             tensors.token_ids, tensors.positions, NO_LAYOUT, plan, cross, is_long, virtual, adapters, states
         )
 
     def compute(self, staged: StagedStep, tensors: StepTensors, inputs: StepInputs) -> Outputs:
         """Compute the model's outputs like `Forward`."""
+        if isinstance(inputs.adapters, SlotTokens):  # a replayed step groups its tokens again
+            inputs = replace(inputs, adapters=inputs.adapters.take(slice(None)))
         self.kernels.begin_step(staged, self.state, tensors)
         x = self.model.forward(inputs, self.attention)
         num_sampled = len(staged.sampled_x)
@@ -123,6 +130,7 @@ class EagerStep:
         self._staged = staged
         self._tensors = StepTensors.empty(size.num_tokens, size.num_seqs, size.num_single, device)
         self._inputs = on.make_inputs(staged, self._tensors, size, virtual, adapters)
+        self.adapters = self._inputs.adapters
         self.answers = torch.empty((len(staged.sampled_rows), 2), dtype=torch.int32, device=device)
         self._outputs: Outputs | None = None
 
@@ -153,7 +161,8 @@ class FixedSteps:
         self._packer = packer
         self._max_rows = max_rows
         self._device = stream.device
-        shapes = [array.shape for array in packer.idle_step(GraphSize(max_rows, MAX_PROMPT_TOKENS))]
+        largest = GraphSize(max_rows, MAX_PROMPT_TOKENS, has_adapters=on.slots is not None)
+        shapes = [array.shape for array in packer.idle_step(largest)]
         _, num_words = place_arrays([prod(shape) for shape in shapes])
         self.staged = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         self.answers = torch.zeros((max_rows, 2), dtype=torch.int32, device=self._device)
@@ -170,6 +179,7 @@ class FixedSteps:
 
     def make_parts(self, size: GraphSize, uploads: Uploads) -> StepParts:
         """Return the parts of a step of this size, and stage a step of idle rows for them."""
+        assert self._on.slots is not None or not size.has_adapters, "there are no slots of adapters"
         arrays = self._packer.idle_step(size)
         uploads.send_to(self.staged, arrays)
         staged = StagedStep(*view_arrays(self.staged, [array.shape for array in arrays]))

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CAPTURE_S = 30.0
 MAX_PROMPT_CAPTURE_S = 10.0
+MAX_ADAPTER_CAPTURE_S = 15.0  # in addition
 
 
 class StepParts(NamedTuple):
@@ -74,23 +75,37 @@ class StepGraphs:
     def sizes(self) -> list[GraphSize]:
         return list(self._steps)
 
-    def find(self, num_rows: int, num_prompt_tokens: int = 0) -> CapturedStep | None:
-        """Return the smallest step with at least that many rows and prompt tokens. The rest must be idle."""
+    @property
+    def have_adapters(self) -> bool:
+        return any(size.has_adapters for size in self._steps)
+
+    def find(
+        self, num_rows: int, num_prompt_tokens: int = 0, has_adapters: bool = False
+    ) -> CapturedStep | None:
+        """Return the smallest step with at least that many rows and prompt tokens, with or without adapters.
+        The rest must be idle."""
         for size, step in self._steps.items():
-            if size.num_rows >= num_rows and size.num_prompt_tokens >= num_prompt_tokens:
+            is_large = size.num_rows >= num_rows and size.num_prompt_tokens >= num_prompt_tokens
+            if is_large and size.has_adapters is has_adapters:
                 return step
         return None
 
     def capture(self, sizes: Iterable[GraphSize]) -> None:
-        """Capture steps of these sizes: first sizes with prompt tokens, and in each kind the largest first,
-        because smaller ones reuse its memory. Captures stop after 10 seconds for prompts, and 30 seconds in
-        all; steps of the remaining sizes use a larger graph. If one size cannot be captured, its whole kind
-        is dropped. Raises device errors other than out of memory."""
+        """Capture steps of these sizes: first sizes without adapters, of these first the ones with prompt
+        tokens, and in each kind the largest first, because smaller ones reuse its memory. Captures stop after
+        10 seconds for prompts, 30 seconds without adapters, and 45 seconds in all; steps of the remaining
+        sizes use a larger graph. If one size cannot be captured, its whole kind is dropped. Raises device
+        errors other than out of memory."""
         began = self._clock()
         missing = set(sizes) - set(self._steps)
         with _no_garbage_collection():
-            for has_prompts, limit in ((True, MAX_PROMPT_CAPTURE_S), (False, MAX_CAPTURE_S)):
-                kind = [size for size in missing if (size.num_prompt_tokens > 0) is has_prompts]
+            for has_adapters, has_prompts, limit in (
+                (False, True, MAX_PROMPT_CAPTURE_S),
+                (False, False, MAX_CAPTURE_S),
+                (True, False, MAX_CAPTURE_S + MAX_ADAPTER_CAPTURE_S),
+                (True, True, MAX_CAPTURE_S + MAX_ADAPTER_CAPTURE_S),
+            ):
+                kind = [size for size in missing if _kind_of(size) == (has_adapters, has_prompts)]
                 kind.sort(key=lambda size: size.num_tokens, reverse=True)
                 self._capture_kind(kind, began + limit)
         self._steps = dict(sorted(self._steps.items(), key=lambda item: item[0].num_tokens))
@@ -133,6 +148,9 @@ class StepGraphs:
         return True
 
     def _drop_kind(self, like: GraphSize) -> None:
-        has_prompts = like.num_prompt_tokens > 0
-        kept = [size for size in self._steps if (size.num_prompt_tokens > 0) is not has_prompts]
+        kept = [size for size in self._steps if _kind_of(size) != _kind_of(like)]
         self._steps = {size: self._steps[size] for size in kept}
+
+
+def _kind_of(size: GraphSize) -> tuple[bool, bool]:
+    return size.has_adapters, size.num_prompt_tokens > 0

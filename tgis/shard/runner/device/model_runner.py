@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,9 @@ from torch import Tensor
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.adapters.slot_assignments import SlotAssignments
 from tgis.shard.kernels.cuda.step_state import MAX_TOPS, DeviceDetails, StagedStep
-from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.layers.lora import Adapter, TokenAdapters
 from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.device.details.copies import DetailCopies
@@ -23,9 +25,9 @@ from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSt
 from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
 from tgis.shard.runner.device.masks import MaskUploads
 from tgis.shard.runner.device.pending_step import Clock, PendingStep
-from tgis.shard.runner.device.step_packer import StagedArrays, StagedSize, StepPacker
+from tgis.shard.runner.device.step_packer import NO_WORDS, StagedArrays, StagedSize, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
-from tgis.shard.runner.device.uploads import NUM_SLOTS, PinnedRing, Uploads, copy_numbers
+from tgis.shard.runner.device.uploads import NUM_SLOTS, PinnedRing, Uploads, Words, copy_numbers
 from tgis.shard.runner.forward import Outputs
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.host_sampler import HostSampler
@@ -86,6 +88,8 @@ class DeviceModelRunner:
         self._answer_slots = PinnedRing(stream, max_rows * 2)
         self._details = DetailCopies(self._table, stream, max_rows * (3 + 2 * MAX_TOPS))
         self._fixed = FixedSteps(on, packer, max_rows, stream)
+        row_adapters = self._table.row_adapters
+        self._slots = None if on.slots is None else SlotAssignments(on.slots, row_adapters)
         self.graphs = StepGraphs(stream, self._make_parts, memory_left)
         self._is_answering = info.rank == 0
         self._inputs = PromptDetails(on, self._table, self._uploads, stream, self._is_answering)
@@ -110,6 +114,7 @@ class DeviceModelRunner:
         for problem in close_and_open(request, self._table, self._guides):
             report_problem(response, problem, self._is_answering)
         self._open_states(request)
+        self._update_slots()
         failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
         host_path = self._table.find_host_path(request)
         if host_path:
@@ -136,6 +141,20 @@ class DeviceModelRunner:
         if states is not None and request.opened_rows:
             self._stream.run(lambda: open_states(request, states))
 
+    def _update_slots(self) -> None:
+        """Queue the changes of slots of adapters. Queued steps may still read the matrices of released
+        ones, which are freed after these steps."""
+        slots = self._on.slots
+        if self._slots is None or slots is None:
+            return
+        for change in self._slots.update():
+            if change.released is not None:
+                self._stream.run(partial(_forget, change.released))
+            else:
+                [words] = self._uploads.send([change.words])
+                row = slots.memory[change.slot].view(torch.int32)
+                self._stream.run(partial(copy_numbers, words, row))
+
     def _save_states(self, request: pb.StepRequest) -> None:
         """Queue the copies of states that the step requests, after its forward pass."""
         states = self._on.states
@@ -155,14 +174,14 @@ class DeviceModelRunner:
         return True
 
     def _queue_forward(self, work: Work, has_encoded: bool = False) -> QueuedStep:
-        arrays, size = self._packer.pack_step(work, self._table.take_blocks())
+        slots, adapters = self._find_adapters(work)
+        arrays, size = self._packer.pack_step(work, self._table.take_blocks(), slots)
         virtual = self._packer.virtual_tokens(work)
-        adapters = self._packer.token_adapters(work)
         captured = self._find_captured(arrays, size)
         path = pb.STEP_PATH_GRAPH
         if has_encoded or virtual is not None or work.input_spans:
             path = pb.STEP_PATH_PROMPT
-        elif adapters is not None:
+        elif adapters is not None or (len(slots) and not self.graphs.have_adapters):
             path = pb.STEP_PATH_ADAPTER
         elif not self.graphs.sizes:
             path = pb.STEP_PATH_MODEL
@@ -174,6 +193,8 @@ class DeviceModelRunner:
             assert captured is not None
             return self._replay_forward(arrays, captured, size.num_single)
         staged = StagedStep(*self._send_step(arrays))
+        if self._slots is not None:
+            size = size._replace(max_rank=self._slots.max_rank)
         step = EagerStep(self._on, staged, size, virtual, adapters)
         self._stream.run(step.forward)
 
@@ -185,15 +206,25 @@ class DeviceModelRunner:
         return QueuedStep(
             path,
             np.arange(len(work.sampled_rows)),
-            adapters,
+            step.adapters,
             step.outputs,
             lambda: self._stream.run(step.sample),
             sample_detailed,
             step.answers,
         )
 
+    def _find_adapters(self, work: Work) -> tuple[Words, TokenAdapters | None]:
+        """Return the slot of each sequence's adapter, empty if there are none, or the adapters of the tokens
+        if one of them fits no slot."""
+        adapters = self._table.row_adapters
+        if not adapters.has_any(work.rows):
+            return NO_WORDS, None
+        slots = None if self._slots is None else self._slots.find(work.rows)
+        return (NO_WORDS, self._packer.token_adapters(work)) if slots is None else (slots, None)
+
     def _find_captured(self, arrays: StagedArrays, size: StagedSize) -> CapturedStep | None:
-        captured = self.graphs.find(size.num_single, size.num_tokens - size.num_single)
+        has_adapters = len(arrays.adapter_slots) > 0
+        captured = self.graphs.find(size.num_single, size.num_tokens - size.num_single, has_adapters)
         if captured is None or not self._packer.find_capacity(captured.size).holds(arrays):
             return None
         return captured
@@ -329,3 +360,7 @@ class DeviceModelRunner:
 
     def _make_parts(self, size: GraphSize) -> StepParts:
         return self._fixed.make_parts(size, self._uploads)
+
+
+def _forget(adapter: Adapter) -> None:
+    """Do nothing. The queue has held the adapter until now."""

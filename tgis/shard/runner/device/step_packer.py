@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
+from tgis.shard.kernels.cuda.grouped.slots import MAX_RANK
 from tgis.shard.kernels.cuda.step_state import RowState
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import VirtualTokens
@@ -15,6 +16,7 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.row_table import Integers
 
 MAX_PROMPTS = 8  # per captured step
+NO_WORDS = np.empty(0, np.int32)
 
 
 class StagedArrays(NamedTuple):
@@ -32,6 +34,7 @@ class StagedArrays(NamedTuple):
     sampled_rows: Words
     sampled_x: Words
     spans: Words
+    adapter_slots: Words
 
 
 class StagedSize(NamedTuple):
@@ -40,6 +43,7 @@ class StagedSize(NamedTuple):
     num_single: int  # sequences with a single new token
     max_seq_len: int
     max_cross_len: int  # length of the longest encoder sequence
+    max_rank: int = MAX_RANK  # of the adapters in slots
 
 
 class Capacity(NamedTuple):
@@ -72,7 +76,11 @@ class StepPacker:
     def token_adapters(self, work: Work) -> TokenAdapters | None:
         return self.table.row_adapters.token_adapters(work.rows, work.layout.sequence)
 
-    def pack_step(self, work: Work, new_blocks: Words) -> tuple[StagedArrays, StagedSize]:
+    def pack_step(
+        self, work: Work, new_blocks: Words, adapter_slots: Words = NO_WORDS
+    ) -> tuple[StagedArrays, StagedSize]:
+        """Return the step and its size. `adapter_slots` has the slot of each sequence; empty: there are
+        none."""
         table = self.table
         rows = work.rows
         ends = work.ends
@@ -94,6 +102,7 @@ class StepPacker:
             sampled_rows=work.sampled_rows.astype(np.int32),
             sampled_x=work.sampled_x.astype(np.int32),
             spans=self._find_spans(work),
+            adapter_slots=adapter_slots[layout.sequence] if len(adapter_slots) else NO_WORDS,
         )
         size = StagedSize(
             num_tokens=len(row),
@@ -105,7 +114,7 @@ class StepPacker:
         return arrays, size
 
     def find_capacity(self, size: GraphSize) -> Capacity:
-        rows, count = size
+        rows, count = size.num_rows, size.num_prompt_tokens
         if not count:
             return Capacity(rows, 0, rows)
         return Capacity(
@@ -144,6 +153,7 @@ class StepPacker:
             sampled_rows=sampled_rows,
             sampled_x=sampled_x,
             spans=self._pad_spans(arrays, size, num_single),
+            adapter_slots=spread(arrays.adapter_slots, -1) if size.has_adapters else NO_WORDS,
         )
 
     def _find_spans(self, work: Work) -> Words:
@@ -190,7 +200,7 @@ class StepPacker:
         no_tiles = _empty(5)
         no_spans = np.zeros((3, 1), np.int32)
         per_token = none, none, none, none, none, none
-        empty = StagedArrays(*per_token, no_blocks, no_tiles, no_tiles, none, none, no_spans)
+        empty = StagedArrays(*per_token, no_blocks, no_tiles, no_tiles, none, none, no_spans, none)
         return self.pad_step(empty, size, 0)
 
     def fixed_size(self, size: GraphSize) -> StagedSize:

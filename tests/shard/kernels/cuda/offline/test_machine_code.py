@@ -18,7 +18,10 @@ from tgis.shard.kernels.cuda.offline.variants import find_variants
 
 QUICK = "all", "llama-3.1-8b/1"
 STATEFUL = golden.STATE_MODELS[0], golden.STATE_MODELS[2]  # one of Mamba 2, one of gated DeltaNet
-LONG = "sample", "scan_mamba", "scan_delta", "multiply_codes", "widen_codes"  # to compile
+LONG = (  # to compile
+    *("sample", "scan_mamba", "scan_delta"),
+    *("multiply_codes", "widen_codes", "add_low_rank", "mix_experts"),
+)
 OLDEST = "3.6.0"
 SIZES = 24, 1, 2, 3, 7, 16, 33, 100, 256, 1000
 
@@ -55,7 +58,7 @@ def test_steps_of_all_sizes_launch_the_same(kernel: str) -> None:
     """A step never waits for the compilation of a kernel for its numbers of tokens and sequences."""
     with compile_only(90) as kernels:
         for num_tokens in SIZES:
-            for variant in golden.of_models(*QUICK, *STATEFUL, num_tokens=num_tokens):
+            for variant in golden.of_models(*QUICK, *STATEFUL, *golden.EXPERT_MODELS, num_tokens=num_tokens):
                 if variant.kernel == kernel:
                     variant.run()
             if num_tokens == SIZES[0]:
@@ -67,6 +70,11 @@ def test_steps_of_all_sizes_launch_the_same(kernel: str) -> None:
 @pytest.mark.slow
 def test_costs_of_other_models_equal_the_table() -> None:
     _compare(*set(golden.MODELS) - set(QUICK))
+
+
+@pytest.mark.slow
+def test_costs_of_kernels_of_experts_equal_the_table() -> None:
+    _compare(*golden.EXPERT_MODELS)
 
 
 @pytest.mark.slow

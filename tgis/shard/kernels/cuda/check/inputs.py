@@ -1,8 +1,9 @@
 """Random inputs of a few tokens for all kernels, by the type of weights and the sizes of a model."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,14 @@ from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
+from tgis.shard.kernels.cuda.grouped.expert_table import (
+    FEW_ROWS,
+    MANY_ROWS,
+    ExpertMatrices,
+    ExpertTable,
+)
+from tgis.shard.kernels.cuda.grouped.group_rows import RowTiles
+from tgis.shard.kernels.cuda.grouped.slots import TILE, AdapterSlots, TermBounds
 from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
 from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
 from tgis.shard.kernels.cuda.step_state import (
@@ -32,13 +41,21 @@ from tgis.shard.kernels.cuda.step_state import (
     Word,
     count_segments,
 )
-from tgis.shard.layers.ops import HeadNorm
+from tgis.shard.layers.lora import Adapter, LowRank
+from tgis.shard.layers.ops import Activation, HeadNorm
 from tgis.shard.layers.states import DeltaNet, Mamba2
 from tgis.shard.memory.state_cache import StateSizes
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 NUM_ROWS, MAX_BLOCKS = 6, 40
 DUMMY_SLOT = (NUM_BLOCKS - 1) * BLOCK_SIZE
+
+
+class ExpertSizes(NamedTuple):
+    """Sizes of an expert, or of a rank's share of it."""
+
+    width: int  # of its input and output
+    size: int  # of what is activated
 
 
 @dataclass(frozen=True)
@@ -52,15 +69,21 @@ class KernelSizes:
     ffn_size: int = 320
     vocab_size: int = 5000
     states: StateSizes | None = None  # of recurrent layers, if there are any
+    experts: ExpertSizes | None = None
     codes: tuple[CodeLayout, ...] = ()  # layouts of weights, if they are kept as codes
 
+    @property
+    def small(self) -> "KernelSizes":
+        """Small sizes with the same kinds of layers and weights."""
+        return replace(
+            SMALL,
+            states=self.states and SMALL.states,
+            experts=self.experts and SMALL.experts,
+            codes=self.codes,
+        )
 
-SMALL = KernelSizes(states=StateSizes(4, 24, 2, 20, 4), codes=LAYOUTS)
 
-
-def find_small(model: KernelSizes) -> KernelSizes:
-    """Return small sizes with the features of a model."""
-    return replace(SMALL, states=None if model.states is None else SMALL.states, codes=model.codes)
+SMALL = KernelSizes(states=StateSizes(4, 24, 2, 20, 4), experts=ExpertSizes(72, 40), codes=LAYOUTS)
 
 
 class Input(NamedTuple):
@@ -75,7 +98,7 @@ class Input(NamedTuple):
         changed = {*self.results, self.overwritten}
         args = [_copy(arg) if i in changed else arg for i, arg in enumerate(self.args)]
         returned = kernel(*args)
-        results = [] if returned is None else [returned]
+        results = [] if returned is None else _list_tensors(returned)
         return results + [tensor for i in self.results for tensor in _list_tensors(args[i])]
 
 
@@ -83,17 +106,17 @@ class Draw:
     """Random numbers that are the same on every device."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
         self._generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, generator=self._generator).to(self._device, dtype)
+        return torch.randn(shape, generator=self._generator).to(self.device, dtype)
 
     def permutation(self, count: int) -> Tensor:
-        return torch.randperm(count, generator=self._generator, dtype=torch.int32).to(self._device)
+        return torch.randperm(count, generator=self._generator, dtype=torch.int32).to(self.device)
 
     def integers(self, values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device)
+        return torch.tensor(values, dtype=dtype).to(self.device)
 
 
 def _norms(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
@@ -298,6 +321,78 @@ def _keeps(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
             yield Input((rows, states.width, channels, heads, memory, spans), results=(4,))
 
 
+# Slots of a step's tokens; two tokens have no adapter, and the third of three slots has none.
+_SLOTS = (1, -1, 0, 1, 1, 2, -1)
+_SLOT_ORDER = (2, 0, 3, 4, 5, 0, 0)
+
+
+def _groups(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    draw = Draw(device)
+    yield Input((draw.integers(_SLOTS), 3, TILE))
+    yield Input((draw.integers(_SLOTS * 9), 4, 16))
+
+
+def _low_ranks(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    """Yield a product whose second half has an update of its own, and an embedding. The kernel needs the same
+    resources at all sizes, and few services load adapters, so it is checked at small sizes only."""
+    draw, num_tokens = Draw(device), len(_SLOTS)
+    hidden_size, width = SMALL.hidden_size, SMALL.ffn_size
+    tiles = draw.integers([[0, 0, 1], [1, 1, 3], [2, 4, 1], [0, 0, 0]])
+    rows = RowTiles(draw.integers(_SLOT_ORDER), tiles), draw.integers(_SLOTS)
+    terms = ((3, 0, width), (16, width, width)), ((20, width, width),), ()
+    slots = _fill_slots(draw, hidden_size, terms, is_table=False)
+    x, y = draw.normal(num_tokens, hidden_size, dtype=dtype), draw.normal(num_tokens, 2 * width, dtype=dtype)
+    yield Input((y, x, slots.at("layer"), *rows, 20), results=(0,))
+    ids = draw.integers(range(num_tokens), torch.int64)
+    slots = _fill_slots(draw, num_tokens, (((3, 0, hidden_size),), (), ()), is_table=True)
+    yield Input((draw.normal(num_tokens, hidden_size), ids, slots.at("layer"), *rows, 20), results=(0,))
+
+
+def _fill_slots(
+    draw: Draw, in_features: int, terms: Sequence[Sequence[tuple[int, int, int]]], is_table: bool
+) -> AdapterSlots:
+    """Return slots with an adapter each of one layer. `terms` has the rank, first column and width of its
+    updates."""
+    layers = {"layer": TermBounds(max(map(len, terms)), gcd(16, *itertools.chain(*itertools.chain(*terms))))}
+    slots = AdapterSlots.allocate(layers, len(terms), draw.device)
+    for slot, of_slot in enumerate(terms):
+        parts = []
+        for rank, first, width in of_slot:
+            shape = (in_features, rank) if is_table else (rank, in_features)
+            a, b = draw.normal(*shape) / in_features**0.5, draw.normal(rank, width) / rank**0.5
+            parts.append(LowRank(a if is_table else a.t(), b, first))
+        adapter = slots.held[slot] = Adapter({"layer": tuple(parts)})
+        words = torch.from_numpy(slots.describe(adapter)).to(draw.device)
+        slots.memory[slot].copy_(words.view(torch.int64))
+    return slots
+
+
+def _mixes(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    if (experts := sizes.experts) is None:
+        return
+    draw, num_tokens = Draw(device), 5
+    x, factors = draw.normal(num_tokens, experts.width), draw.normal(num_tokens, 2).abs()
+    chosen = draw.integers([[0, 2], [2, 0], [3, 2], [2, 3], [0, 3]], torch.int64)  # of four experts
+    for name, is_gated, has_bias, tile in (
+        ("silu", True, False, FEW_ROWS),
+        ("silu", True, False, MANY_ROWS),
+        ("relu2", False, True, FEW_ROWS),
+    ):
+        matrices = [_draw_expert(draw, experts, dtype, is_gated, has_bias) for _ in range(4)]
+        table = ExpertTable.of(matrices, Activation(name, is_gated), 1.0, scales_input=has_bias)
+        yield Input((x, factors, chosen, table, tile))
+
+
+def _draw_expert(
+    draw: Draw, sizes: ExpertSizes, dtype: torch.dtype, is_gated: bool, has_bias: bool
+) -> ExpertMatrices:
+    width, size = sizes
+    up = draw.normal((1 + is_gated) * size, width) / width**0.5
+    down = draw.normal(width, size) / size**0.5
+    biases = [draw.normal(len(weight)) if has_bias else None for weight in (up, down)]
+    return ExpertMatrices(up.to(dtype), biases[0], down.to(dtype), biases[1])
+
+
 def _products(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     """Yield products of each layout, of the first with all numbers of rows for which kernels are compiled."""
     draw = Draw(device)
@@ -330,6 +425,9 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "keep_inputs": _keeps,
     "multiply_codes": _products,
     "widen_codes": _widenings,
+    "group_rows": _groups,
+    "add_low_rank": _low_ranks,
+    "mix_experts": _mixes,
 }
 
 # Words of rows other than their lengths. Parameters that a row does not list are off.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tgis.errors import first_line
-from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, KernelSizes, find_small
+from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, KernelSizes
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.kernels.cuda.kernel_cache import use_cache
 
@@ -30,8 +30,8 @@ def choose_implementations(
     device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES, model: KernelSizes = SMALL
 ) -> Implementations:
     """Choose Triton's kernels. Those that fail the check at small sizes or at the model's are replaced by
-    twins. Kernels of recurrent layers and of codes are not checked for models without them."""
-    failures = check(device, dtypes, all_sizes=dict.fromkeys((find_small(model), model)))
+    twins. Kernels of recurrent layers, experts and codes are not checked for models without them."""
+    failures = check(device, dtypes, all_sizes=dict.fromkeys((model.small, model)))
     for name, reason in failures.items():
         logger.warning("GPU kernel %s is replaced by torch operators, which are slower: %s", name, reason)
     return Implementations.choose(frozenset(failures))
@@ -71,7 +71,7 @@ def find_failure(
     twin = KERNELS[name].plain
     draw = INPUTS[name]
     for dtype, sizes in cases:
-        about = f"with weights of {dtype}" + (" and the model's sizes" if sizes != find_small(sizes) else "")
+        about = f"with weights of {dtype}" + (" and the model's sizes" if sizes != sizes.small else "")
         try:
             for each in draw(device, dtype, sizes):
                 _compare(each.run(kernel), each.run(twin), TOLERANCES[dtype])

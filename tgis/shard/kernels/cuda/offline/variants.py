@@ -6,6 +6,7 @@ Kernels are specific to shapes, so other models compile theirs while loading."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,22 @@ from torch import Tensor
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
-from tgis.shard.kernels.cuda.check.inputs import INPUTS, Draw, draw_delta, draw_mamba
+from tgis.shard.kernels.cuda.check.inputs import INPUTS, Draw, ExpertSizes, draw_delta, draw_mamba
 from tgis.shard.kernels.cuda.codes.multiply_codes import STAGES
+from tgis.shard.kernels.cuda.grouped.expert_table import (
+    FEW_ROWS,
+    MANY_ROWS,
+    ExpertMatrices,
+    ExpertTable,
+)
+from tgis.shard.kernels.cuda.grouped.group_rows import RowTiles
+from tgis.shard.kernels.cuda.grouped.slots import (
+    MAX_ALIGNMENT,
+    MAX_RANK,
+    TILE,
+    AdapterSlots,
+    TermBounds,
+)
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.states.chunks import Spans, StateMemory
 from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
@@ -33,7 +48,7 @@ from tgis.shard.kernels.cuda.step_state import (
     Word,
 )
 from tgis.shard.layers.activation import CLAMPED_SWIGLU
-from tgis.shard.layers.ops import HeadNorm
+from tgis.shard.layers.ops import Activation, HeadNorm
 from tgis.shard.memory.state_cache import StateCache, StateShape, StateSizes
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 16, 64, 128
@@ -76,6 +91,11 @@ class ModelShape:
     mamba: StateSizes | None = None  # of Mamba 2 layers
     delta: StateSizes | None = None  # of gated DeltaNet layers
     shards: tuple[int, ...] = (1,)
+    has_adapters: bool = False  # kernels of LoRA adapters are compiled, too
+    experts: ExpertSizes | None = None
+    num_active: int = 0  # experts per token
+    has_expert_biases: bool = False
+    scales_input: bool = False  # of experts
 
     def divided(self, size: int) -> "ModelShape":
         """Return the shape of one of `size` ranks. Sampling uses the whole vocabulary."""
@@ -85,6 +105,7 @@ class ModelShape:
             ffn_size=self.ffn_size // size,
             num_heads=self.num_heads // size,
             num_kv_heads=max(1, self.num_kv_heads // size),
+            experts=self.experts and self.experts._replace(size=self.experts.size // size),
         )
 
     @property
@@ -103,7 +124,7 @@ class LayerNormShape(ModelShape):
 
 # Sizes: hidden, feed-forward, heads, key/value heads, channels per head, vocabulary.
 MODELS = (
-    ModelShape("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, shards=(1, 2)),
+    ModelShape("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, shards=(1, 2), has_adapters=True),
     ModelShape("llama-3.3-70b", 8192, 28672, 64, 8, 128, 128256, shards=(2, 4, 8)),
     ModelShape("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256),
     ModelShape("llama-3.2-3b", 3072, 8192, 24, 8, 128, 128256),
@@ -123,19 +144,66 @@ MODELS = (
     ModelShape("phi-3-mini", 3072, 8192, 32, 32, 96, 32064, windows=(2047,)),
     ModelShape("phi-4", 5120, 17920, 40, 10, 128, 100352),
     ModelShape(
-        "gpt-oss-20b", 2880, 2880, 64, 8, 64, 201088, CLAMPED_SWIGLU, windows=(None, 128), has_sinks=True
+        *("gpt-oss-20b", 2880, 2880, 64, 8, 64, 201088, CLAMPED_SWIGLU),
+        windows=(None, 128),
+        has_sinks=True,
+        experts=ExpertSizes(2880, 2880),
+        num_active=4,
+        has_expert_biases=True,
+    ),
+    ModelShape(
+        *("qwen3-30b-a3b", 2048, 768, 32, 4, 128, 151936),
+        has_head_norm=True,
+        experts=ExpertSizes(2048, 768),
+        num_active=8,
+    ),
+    ModelShape(
+        "mixtral-8x7b",
+        4096,
+        14336,
+        32,
+        8,
+        128,
+        32000,
+        shards=(2,),
+        experts=ExpertSizes(4096, 14336),
+        num_active=2,
     ),
     ModelShape("granite-swash-2b", 2560, 8192, 20, 4, 128, 100352, windows=(None, 128), has_sinks=True),
     ModelShape("olmo-2-7b", 4096, 11008, 32, 32, 128, 100352),
     ModelShape("olmo-3-7b", 4096, 11008, 32, 32, 128, 100278, windows=(None, 4096)),
     ModelShape("smollm3-3b", 2048, 11008, 16, 4, 128, 128256),
     ModelShape("ministral-3-8b", 4096, 14336, 32, 8, 128, 131072),
-    ModelShape("llama-4-scout", 5120, 8192, 40, 8, 128, 202048, has_head_norm=True, chunk=8192, shards=(2,)),
-    ModelShape("glm-4.5-air", 4096, 1408, 96, 8, 128, 151552, rotated=64, shards=(2,)),
-    ModelShape("granite-4.0-h-tiny", 1536, 1024, 12, 4, 128, 100352, mamba=StateSizes(48, 64, 1, 128, 4)),
+    ModelShape(
+        *("llama-4-scout", 5120, 8192, 40, 8, 128, 202048),
+        has_head_norm=True,
+        chunk=8192,
+        shards=(2,),
+        experts=ExpertSizes(5120, 8192),
+        num_active=1,
+        scales_input=True,
+    ),
+    ModelShape(
+        *("glm-4.5-air", 4096, 1408, 96, 8, 128, 151552),
+        rotated=64,
+        shards=(2,),
+        experts=ExpertSizes(4096, 1408),
+        num_active=8,
+    ),
+    ModelShape(
+        *("granite-4.0-h-tiny", 1536, 1024, 12, 4, 128, 100352),
+        mamba=StateSizes(48, 64, 1, 128, 4),
+        experts=ExpertSizes(1536, 512),
+        num_active=6,
+    ),
     ModelShape("nemotron-h-8b", 4096, 21504, 32, 8, 128, 131072, mamba=StateSizes(128, 64, 8, 128, 4)),
     ModelShape("falcon-h1-7b", 3072, 12288, 12, 2, 128, 130048, mamba=StateSizes(24, 128, 1, 256, 4)),
-    ModelShape("qwen3-next-80b", 2048, 512, 16, 2, 256, 151936, delta=StateSizes(32, 128, 16, 128, 4)),
+    ModelShape(
+        *("qwen3-next-80b", 2048, 512, 16, 2, 256, 151936),
+        delta=StateSizes(32, 128, 16, 128, 4),
+        experts=ExpertSizes(2048, 512),
+        num_active=10,
+    ),
     LayerNormShape("gpt2-xl", 1600, 6400, 25, 25, 64, 50257),
     LayerNormShape("gpt-neox-20b", 6144, 24576, 64, 64, 96, 50432, rotated=24, shards=(1, 2)),
     LayerNormShape("opt-2.7b", 2560, 10240, 32, 32, 80, 50272, activation="relu"),
@@ -154,7 +222,7 @@ MODELS = (
 
 def find_variants(num_tokens: int = NUM_TOKENS) -> list[Variant]:
     """Return the launches of all models in steps of `num_tokens` tokens. Some launches are equal."""
-    variants = [find_begin_step(num_tokens), *find_code_variants()]
+    variants = [find_begin_step(num_tokens), find_group_rows(num_tokens), *find_code_variants()]
     for model in MODELS:
         for size in model.shards:
             variants += find_model_variants(model.divided(size), num_tokens)
@@ -213,8 +281,55 @@ def find_model_variants(
                 yield variant("attend_segments", run, f"{about} {kind}")
             run = _attend_tiles(kernels, model, num_tokens, dtype, scoring)
             yield variant("attend_tiles", run, f"{about} {kind}")
+        for layer, run in _low_rank_launches(kernels, model, num_tokens, dtype):
+            yield variant("add_low_rank", run, f"{about} {layer}")
+        for tile in (FEW_ROWS, MANY_ROWS) if model.experts is not None else ():
+            yield variant(
+                "mix_experts", _mix_experts(kernels, model, num_tokens, dtype, tile), f"{about} {tile}"
+            )
         for kernel, run in _state_launches(kernels, model, num_tokens, dtype):
             yield variant(kernel, run, about)
+
+
+def _low_rank_launches(
+    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the launches for each layer that adapters may change."""
+    if not model.has_adapters:
+        return
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    size, ffn_size = model.hidden_size, model.ffn_size
+    layers = {
+        "qkv": (size, [q_size, kv_size, kv_size], dtype),
+        "out": (q_size, [size], dtype),
+        "up": (size, [ffn_size] * (1 + model.is_gated), dtype),
+        "down": (ffn_size, [size], dtype),
+        "head": (size, [model.vocab_size], torch.float32),
+        "embed": (0, [size], torch.float32),
+    }
+    rows = RowTiles(_empty(num_tokens), _empty(num_tokens, 3)), _empty(num_tokens)
+    for layer, (in_size, widths, out_dtype) in layers.items():
+        bounds = {"layer": TermBounds(len(widths), gcd(MAX_ALIGNMENT, *widths))}
+        deltas = AdapterSlots.allocate(bounds, 8, torch.device("meta")).at("layer")
+        x = _empty(num_tokens, in_size, dtype=dtype) if in_size else _empty(num_tokens, dtype=torch.int64)
+        x = x.float() if layer == "head" else x
+        y = _empty(num_tokens, sum(widths), dtype=out_dtype)
+        yield layer, partial(kernels.add_low_rank, y, x, deltas, *rows, MAX_RANK)
+
+
+def _mix_experts(
+    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype, tile: int
+) -> Callable[[], object]:
+    assert model.experts is not None, "the model has experts"
+    width, size = model.experts
+    biases = (_floats(1), _floats(1)) if model.has_expert_biases else (None, None)
+    up = _empty((1 + model.is_gated) * size, width, dtype=dtype)
+    experts = [ExpertMatrices(up, biases[0], _empty(width, size, dtype=dtype), biases[1])] * 3
+    table = ExpertTable.of(experts, Activation(model.activation, model.is_gated), 1.0, model.scales_input)
+    chosen = _empty(num_tokens, model.num_active, dtype=torch.int64)
+    return partial(
+        kernels.mix_experts, _floats(num_tokens, width), _floats(*chosen.shape), chosen, table, tile
+    )
 
 
 def _state_launches(
@@ -302,6 +417,12 @@ def find_begin_step(num_tokens: int) -> Variant:
     out = StepTensors.empty(num_tokens, num_tokens, num_tokens, torch.device("meta"))
     rows = _rows(vocab_size=32)
     return Variant("begin_step", "all models", lambda: kernels.begin_step(staged, rows, out))
+
+
+def find_group_rows(num_tokens: int) -> Variant:
+    """Return the launch of group_rows for adapters, which is the same for all models."""
+    kernels = Implementations.choose()
+    return Variant("group_rows", "all models", lambda: kernels.group_rows(_empty(num_tokens), 9, TILE))
 
 
 def _sample(kernels: Implementations, model: ModelShape, num_rows: int, has_details: bool = False) -> None:

@@ -24,20 +24,20 @@ class CudaProduct(DeviceProduct):
     """Product of cuBLAS with a weight [out_features, in_features]."""
 
     def __init__(self, weight: Tensor, is_wide: bool):
-        self._weight = weight
+        self.weight = weight
         self.is_wide = is_wide
         self._bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.to(self._weight.dtype)
+        x = x.to(self.weight.dtype)
         if not self.is_wide or x.dtype == torch.float32:
-            return F.linear(x, self._weight)
-        return multiply_wide(x, self._weight)
+            return F.linear(x, self.weight)
+        return multiply_wide(x, self.weight)
 
     def add_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None and self._bias is None:
-            self._bias = bias.to(self._weight.dtype)
-        return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
+            self._bias = bias.to(self.weight.dtype)
+        return F.linear(x.to(self.weight.dtype), self.weight, self._bias)
 
 
 def multiply_wide(x: Tensor, weight: Tensor) -> Tensor:

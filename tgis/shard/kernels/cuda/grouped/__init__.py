@@ -1,0 +1,1 @@
+"""Kernels whose rows are grouped by LoRA adapter or expert, with the counts on the GPU."""
