@@ -286,8 +286,8 @@ def test_sizes_with_adapters() -> None:
 
 
 def test_graphs_with_adapters_are_dropped_alone() -> None:
-    """The third capture fails: that of steps with adapters."""
-    device = Device(error=lambda done: RuntimeError("an error") if done == 2 else None)
+    """The fourth capture fails: the first of steps with adapters."""
+    device = Device(error=lambda done: RuntimeError("an error") if done == 3 else None)
     graphs = graphs_on(device)
     graphs.capture([GraphSize(4), GraphSize(4, has_adapters=True)])
     assert graphs.sizes == [GraphSize(4)]
