@@ -61,6 +61,19 @@ async def test_a_step_that_takes_too_long_hangs() -> None:
     assert time.monotonic() - started >= 10 * PERIOD_S
 
 
+async def test_limited_waits_while_a_model_loads() -> None:
+    """A wait for other ranks may last as long as its limit, although the heartbeats continue."""
+    reader, writer = os.pipe()
+    beating = Heartbeat(writer)
+    for _ in range(2):
+        with beating.limit_time(10 * PERIOD_S):
+            await asyncio.sleep(PERIOD_S)
+    assert not await hangs(reader)
+    reader, writer = os.pipe()
+    with Heartbeat(writer).limit_time(10 * PERIOD_S):
+        assert await hangs(reader)
+
+
 async def test_time_that_is_excused_does_not_count() -> None:
     reader, writer = os.pipe()
     start_loaded(writer, lambda: True).begin_step(2 * PERIOD_S)

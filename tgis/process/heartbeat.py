@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,15 @@ class Heartbeat:
     def end_step(self) -> None:
         """End the oldest step. Steps may begin in another thread."""
         self._pending.popleft()
+
+    @contextlib.contextmanager
+    def limit_time(self, timeout_s: float) -> Iterator[None]:
+        """Limit the time of the context like that of a step."""
+        self.begin_step(timeout_s)
+        try:
+            yield
+        finally:
+            self.end_step()
 
     def _find_oldest(self) -> _Step | None:
         try:

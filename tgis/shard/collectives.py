@@ -1,6 +1,7 @@
 """Process group of one model: this process's rank, its share of split dimensions, and the collectives.
 
-Sums are added in the order of ranks, so all ranks get identical bits."""
+Sums are added in the order of ranks, so all ranks get identical bits, which depend neither on the number of
+rows nor on how the data travels."""
 
 import builtins
 from collections.abc import Callable
@@ -14,10 +15,14 @@ from torch import Tensor
 
 from tgis.errors import OperatorError, first_line
 from tgis.net.addresses import AddressError, parse
+from tgis.shard.backend import Backend, TorchBackend
 from tgis.shard.torch_internals import connect_gloo
 
 CPU = torch.device("cpu")
 LOOPBACK = "127.0.0.1"
+# Larger sums of more than two ranks are computed in parts: each rank adds a part, and all gather the sums.
+# This moves less data and needs less memory than gathering all summands, but takes two rounds.
+MAX_GATHERED_BYTES = 1 << 18
 _c10d: Any = dist  # the parts used here have no type stubs
 
 
@@ -50,7 +55,7 @@ all ranks if they are not on one machine, and raises RuntimeError if a rank does
 class ProcessGroup:
     rank: int
     size: int
-    backend: Any = field(default=None, repr=False, compare=False)
+    backend: Backend | None = field(default=None, repr=False, compare=False)
     device: torch.device = CPU
     num_on_host: int = 0  # ranks on this rank's machine; 0: all
     local: LocalCollectives | None = field(default=None, repr=False, compare=False)
@@ -73,7 +78,7 @@ class ProcessGroup:
         if self.local is not None and self.local.can_reduce(x):
             self.local.all_reduce(x)
         elif self.size == 2:  # the sum of two terms does not depend on their order
-            _complete(lambda: self.backend.allreduce([x]))
+            self._complete(lambda backend: backend.all_reduce(x))
         elif self.size > 2:
             self._sum_in_order(x)
         return x
@@ -82,7 +87,7 @@ class ProcessGroup:
         """Concatenate every rank's [..., n] into [..., size * n]. Raises ProcessGroupError."""
         if self.local is not None and self.local.can_gather(x):
             return self.local.all_gather(x)
-        return x if self.size == 1 else torch.cat(self._gather(x), -1)
+        return x if self.size == 1 else torch.cat(self._gather(x).unbind(), -1)
 
     def min(self, value: int) -> int:
         """Return the smallest of the ranks' values. Raises ProcessGroupError."""
@@ -92,22 +97,45 @@ class ProcessGroup:
         if self.local is not None:
             self.local.leave()
         if self.backend is not None:
-            self.backend.shutdown()
+            self.backend.leave()
 
     def _sum_in_order(self, x: Tensor) -> None:
-        first, *others = self._gather(x)
-        if x.dtype == torch.float32:
-            x.copy_(first)
-            for other in others:
-                x.add_(other)
-        else:  # torch adds in float32 and rounds once, but not always in the order of ranks
-            torch.sum(torch.stack([first, *others]), 0, out=x)
+        is_divisible = x.is_contiguous() and x.numel() % self.size == 0
+        if x.nbytes <= MAX_GATHERED_BYTES or not is_divisible:
+            add_in_order(self._gather(x), x)
+            return
+        parts = x.view(self.size, -1)
+        received = torch.empty_like(parts)
+        self._complete(lambda backend: backend.exchange(received, parts))
+        total = torch.empty_like(parts[0])
+        add_in_order(received, total)
+        self._complete(lambda backend: backend.all_gather(parts, total))
 
-    def _gather(self, x: Tensor) -> list[Tensor]:
+    def _gather(self, x: Tensor) -> Tensor:
+        """Return every rank's `x`, [size, *x.shape]."""
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        _complete(lambda: self.backend.allgather([parts], [x]))
-        return parts
+        out = x.new_empty((self.size, *x.shape))
+        self._complete(lambda backend: backend.all_gather(out, x))
+        return out
+
+    def _complete(self, run: Callable[[Backend], None]) -> None:
+        assert self.backend is not None, "a group of several ranks has a backend"
+        try:
+            run(self.backend)
+        except RuntimeError as error:
+            text = f"a rank was lost or does not respond: {first_line(error)}"
+            raise ProcessGroupError(text) from error
+
+
+def add_in_order(parts: Tensor, out: Tensor) -> None:
+    """Write the sum of `parts`, [size, *out.shape], to `out`. They are added in float32, one after the other,
+    and rounded once."""
+    first, *others = parts.unbind()
+    total = out.copy_(first) if out.dtype == torch.float32 else first.float()
+    for other in others:
+        total.add_(other)
+    if total is not out:
+        out.copy_(total)
 
 
 @dataclass(frozen=True)
@@ -135,13 +163,14 @@ def connect(
     connect_backend = _connect_nccl if device.type == "cuda" else connect_gloo
     try:
         store = _open_store(rank, size, rendezvous, timeout)
-        backend = connect_backend(store, rank, size, timeout, rendezvous.address)
+        torch_group = connect_backend(store, rank, size, timeout, rendezvous.address)
         local = None if open_local is None else open_local(store, rank, size, timeout_s)
     except RuntimeError as error:
         text = (
             f"rank {rank} could not connect to all {size} ranks within {timeout_s:g} s: {first_line(error)}"
         )
         raise ProcessGroupError(text) from error
+    backend = TorchBackend(torch_group, is_queued=device.type == "cuda")
     return ProcessGroup(rank, size, backend, device, local=local)
 
 
@@ -173,10 +202,3 @@ def _connect_nccl(store: Any, rank: int, size: int, timeout: timedelta, address:
     backend.allreduce([torch.zeros(1, device="cuda")]).wait()
     torch.cuda.synchronize()
     return backend
-
-
-def _complete(begin: Callable[[], Any]) -> None:
-    try:
-        begin().wait()
-    except RuntimeError as error:
-        raise ProcessGroupError(f"a rank was lost or does not respond: {first_line(error)}") from error

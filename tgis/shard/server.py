@@ -73,7 +73,7 @@ def serve(config: ShardConfig, heartbeat: Heartbeat) -> NoReturn:
     endpoint = choose_endpoint(config)
     failpoints.hit("shard.before_loading")
     plan = prepare(config)
-    runner = plan.load()
+    runner = plan.load(limit_time=heartbeat.limit_time)
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, runner.model, length)
     service = ShardService(runner.info, store, open_artifact_cache(config), runner.adapters)

@@ -4,6 +4,7 @@ Checked with torch 2.13.0. In use:
 
 - `ProcessGroupGloo._Options`: the public interfaces choose a network by the name of its interface, not by an
   address, and allow one default group per process.
+- A backend's `_allgather_base`: the public interface to it needs the default group.
 - `TorchDispatchMode` and an operator's `_schema`: torch's notes on extending it describe the mode, but its
   module is private.
 - A module's hooks: no public interface returns them.
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +33,11 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: 
     options._timeout = timeout
     options._devices = [gloo.create_device(hostname=address)]
     return gloo(store, rank, size, options)
+
+
+def gather_into(group: Any, out: Tensor, x: Tensor) -> Any:
+    """Begin to write every rank's `x` to `out`, [size, *x.shape]. Return the work to wait for."""
+    return group._allgather_base(out.view(-1), x.view(-1))  # gloo accepts no other shapes
 
 
 class TorchOperatorError(Exception):

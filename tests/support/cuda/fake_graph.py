@@ -11,6 +11,7 @@ from unittest import mock
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
 from torch._ops import OpOverload
@@ -46,6 +47,9 @@ REFUSED_FUNCTIONS = {
 UPLOADING = {aten.copy_.default: 1, aten.index_put_.default: 2, aten.index_put.default: 2}
 # Operators whose second argument is a list of indices or masks, whose number the host must know.
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+
+# Collectives of gloo, for which the host waits, and which are no operators.
+HOST_COLLECTIVES = ("allreduce", "allgather", "_allgather_base", "alltoall_base", "broadcast", "barrier")
 
 Run = Callable[[], None]
 
@@ -142,8 +146,9 @@ class Recorder(TorchDispatchMode):
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
             self._launch(lambda *a, **k: run(kernel, *a, **k), args, kwargs)
 
-        with mock.patch.object(interpreter.InterpretedFunction, "run", launch), RefuseFunctions(), self:
-            yield
+        with mock.patch.object(interpreter.InterpretedFunction, "run", launch), refuse_host_collectives():
+            with RefuseFunctions(), self:
+                yield
 
     @torch.inference_mode()
     def restore(self) -> None:
@@ -258,6 +263,15 @@ class RefuseFunctions(TorchFunctionMode):
         if func in REFUSED_FUNCTIONS:
             raise RuntimeError(f"captured work uses {REFUSED_FUNCTIONS[func]}: {func.__name__}")
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def refuse_host_collectives() -> Iterator[None]:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("captured work waits for other ranks on the host")
+
+    with mock.patch.multiple(dist.ProcessGroupGloo, **dict.fromkeys(HOST_COLLECTIVES, fail)):
+        yield
 
 
 def refuse(func: OpOverload, args: tuple[Any, ...]) -> None:

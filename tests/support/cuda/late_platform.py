@@ -13,6 +13,7 @@ from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
 from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.startup.cuda_platform import make_runner
 from tgis.shard.startup.platform import Platform
+from tgis.shard.startup.ranks.capture_probe import find_rank_obstacle
 
 
 def late_platform(device: LateDevice, kernels: Implementations | None = None) -> Platform:
@@ -26,6 +27,7 @@ def late_platform(device: LateDevice, kernels: Implementations | None = None) ->
         num_dummy_blocks=1,
         state_chunk=STATE_CHUNK,
         replaced_kernels=kernels.replaced,
+        find_rank_obstacle=partial(find_rank_obstacle, device),
         graph_sizes=partial(_choose_sizes, kernels),
     )
 

@@ -28,6 +28,7 @@ from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.platform import DeviceError, KernelCompiler, Platform, RunnerParts
+from tgis.shard.startup.ranks.capture_probe import find_rank_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,11 @@ def on_cuda(
     configure_products()
     dtypes = DTYPES if dtype is None else (dtype,)
     implementations = choose_implementations(device, dtypes, find_sizes(spec, num_ranks, layout))
+    stream = CudaStream(device)
     return Platform(
         device=device,
         kernels=CudaKernels(device, implementations),
-        make_runner=partial(make_runner, implementations, CudaStream(device)),
+        make_runner=partial(make_runner, implementations, stream),
         memory=memory,
         compiler=KernelCompiler(is_compiling, finish=lambda: None),
         is_memory_shared=False,
@@ -59,6 +61,7 @@ def on_cuda(
         num_dummy_blocks=1,
         state_chunk=STATE_CHUNK,
         replaced_kernels=implementations.replaced,
+        find_rank_obstacle=partial(find_rank_obstacle, stream),
         graph_sizes=partial(choose_graph_sizes, implementations),
     )
 
@@ -151,6 +154,7 @@ def make_runner(
         info=parts.info,
         adapters=parts.adapters,
         memory_left=on.memory.memory_left,
+        agree=parts.group.min,
         states=parts.states,
         has_adapters=parts.has_adapters,
     )

@@ -3,7 +3,8 @@ memory."""
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -64,9 +65,17 @@ logger = logging.getLogger(__name__)
 
 # Maximum time that a rank waits for another rank that is still reading its weights.
 RENDEZVOUS_TIMEOUT_S = 600.0
+# Maximum time in which several ranks find out whether graphs may contain their collectives.
+CAPTURE_PROBE_S = 120.0
 # Sequences that may have drafts in a step of a model with states. Each of their tokens needs a spare state.
 MAX_DRAFTING_ROWS = 8
 ALONE = ProcessGroup(0, 1)  # every rank has the whole speculator
+TimeLimit = Callable[[float], AbstractContextManager[None]]
+"""Function of a number of seconds. Returns a context; the process ends if it is open for longer."""
+
+
+def no_limit(_: float) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | None = None) -> ModelRunner:
@@ -137,8 +146,9 @@ class LoadPlan:
     weight_type: str  # type of the weights of linear layers
     cache_type: CacheType
 
-    def load(self, group: ProcessGroup | None = None) -> ModelRunner:
-        """Load the model as planned; see the function `load`."""
+    def load(self, group: ProcessGroup | None = None, limit_time: TimeLimit = no_limit) -> ModelRunner:
+        """Load the model as planned; see the function `load`. `limit_time` limits waits for other ranks that
+        have no other limit."""
         began = time.monotonic()
         config = self.config
         on = self.on
@@ -161,7 +171,8 @@ class LoadPlan:
         guides.wait_until_ready()  # so that the measurement of a step below excludes the tokenizer's memory
         if self.limits.adapter_bytes:
             on.kernels.prepare_adapters()
-        loaded = _Loaded(self, info, model, group, guides, open_adapters(config, model), speculator)
+        adapters = open_adapters(config, model)
+        loaded = _Loaded(self, info, model, group, guides, adapters, speculator, limit_time)
         runner = loaded.sizing().make_sized_runner()
         loaded.log_parts(runner)
         if probe is not None:
@@ -312,6 +323,7 @@ class _Loaded:
     guides: Guides
     adapters: LoadedAdapters
     speculator: AnySpeculator | None
+    limit_time: TimeLimit
 
     @property
     def block_bytes(self) -> int:
@@ -326,10 +338,16 @@ class _Loaded:
         plan = self.plan
         return 0 if cache is None else cache.count_bytes(plan.demand.block_size, plan.cache_type.dtype)
 
-    @property
+    @cached_property
     def can_capture(self) -> bool:
         """True if steps use only the platform's kernels, of which the collectives of ranks may be part."""
-        return self.plan.choice.is_native and (self.group.size == 1 or self.group.local is not None)
+        if not self.plan.choice.is_native or self.group.size == 1:
+            return self.plan.choice.is_native
+        with self.limit_time(CAPTURE_PROBE_S):
+            obstacle = self.plan.on.find_rank_obstacle(self.group)
+        if obstacle is not None and self.plan.on.device.type == "cuda":
+            logger.warning("no CUDA graphs: the ranks' sums cannot be part of them: %s", obstacle)
+        return obstacle is None
 
     @property
     def has_adapters(self) -> bool:
@@ -346,8 +364,6 @@ class _Loaded:
             prompt_tokens = 0 if self.model.spec.is_encoder_decoder else config.max_step_tokens
             sizes = self.plan.demand.max_batch_size, prompt_tokens, self.has_adapters
             return self.plan.on.graph_sizes(configured, *sizes)
-        if self.plan.on.device.type == "cuda":
-            logger.warning("no CUDA graphs: steps of sharded models are not captured")
         return ()
 
     @cached_property
@@ -434,6 +450,7 @@ class _Loaded:
             limits,
             demand.max_batch_size,
             self.can_capture,
+            self.group,
             self._open_speculator(num_blocks),
             self.has_adapters,
         )

@@ -91,6 +91,7 @@ class RunnerParts:
     limits: RowLimits
     max_rows: int
     can_capture: bool  # the model's steps can be captured
+    group: ProcessGroup
     speculator: Speculator | DraftParts | None = None
     has_adapters: bool = False  # LoRA adapters may be loaded
 
@@ -113,6 +114,11 @@ class Platform:
     """Type of the KV cache, unless the operator sets one; None: the weights' own type."""
     open_local: OpenLocal | None = None
     """Function that opens faster collectives of ranks that are on one machine."""
+    find_rank_obstacle: Callable[[ProcessGroup], str | None] = lambda group: (
+        "they use gloo" if group.local is None else None
+    )
+    """Function that returns why the collectives of several ranks cannot be part of captured steps; None if
+    they can. All ranks call it at the same time. Raises ProcessGroupError."""
     graph_sizes: Callable[[Sequence[int] | None, int, int, bool], Sequence[GraphSize]] = lambda *_: ()
     """Function that returns the sizes of steps to capture. Its arguments are the configured numbers of rows,
     the maximum number of rows, the maximum number of prompt tokens, and whether LoRA adapters may be

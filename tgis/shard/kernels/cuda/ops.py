@@ -27,8 +27,8 @@ from tgis.shard.quant.interface import MatrixRole
 
 
 class CudaKernels(TorchKernels):
-    """`Kernels` of GPUs. Steps of a single rank can be captured in a CUDA graph, unless experts have codes
-    or adapters of their own."""
+    """`Kernels` of GPUs. Steps can be captured in a CUDA graph, unless experts have codes or adapters of
+    their own."""
 
     def __init__(self, device: torch.device, implementations: Implementations):
         super().__init__(device)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,14 @@ class CapturedStep(NamedTuple):
     parts: StepParts  # kept because the graphs use its memory
 
 
+class _Outcome(IntEnum):
+    """Outcome of a capture, the worst first."""
+
+    FAILED = 0
+    OUT_OF_MEMORY = 1
+    CAPTURED = 2
+
+
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Disable garbage collection, because freeing device memory or a graph would abort a capture."""
@@ -54,7 +63,10 @@ def _no_garbage_collection() -> Iterator[None]:
 
 class StepGraphs:
     """Captured steps by size. `make_parts` returns the parts of a step of a given size; `memory_left` returns
-    the free bytes of the device as its driver counts them."""
+    the free bytes of the device as its driver counts them.
+
+    All ranks must have the same graphs, because graphs contain collectives. `agree` returns the smallest of
+    the ranks' values."""
 
     def __init__(
         self,
@@ -62,10 +74,12 @@ class StepGraphs:
         make_parts: Callable[[GraphSize], StepParts],
         memory_left: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        agree: Callable[[int], int] = lambda value: value,
     ):
         self._stream = stream
         self._make_parts = make_parts
         self._memory_left = memory_left
+        self._agree = agree
         self._clock = clock
         self._steps: dict[GraphSize, CapturedStep] = {}  # sorted by number of tokens
         self.refusal: str | None = None
@@ -106,7 +120,7 @@ class StepGraphs:
                 (True, True, MAX_CAPTURE_S + MAX_ADAPTER_CAPTURE_S),
             ):
                 kind = [size for size in missing if _kind_of(size) == (has_adapters, has_prompts)]
-                kind.sort(key=lambda size: size.num_tokens, reverse=True)
+                kind.sort(key=lambda size: (size.num_tokens, size), reverse=True)  # the same on all ranks
                 self._capture_kind(kind, began + limit)
         self._steps = dict(sorted(self._steps.items(), key=lambda item: item[0].num_tokens))
 
@@ -114,7 +128,7 @@ class StepGraphs:
         began = self._clock()
         before = self._memory_left()
         for done, size in enumerate(sizes):
-            if self._clock() >= end:
+            if not self._agree(self._clock() < end):
                 used = before - self._memory_left()
                 logger.warning(
                     "steps of %s and fewer use larger CUDA graphs: %d graphs took %.0f s and %.0f MiB",
@@ -130,22 +144,34 @@ class StepGraphs:
 
     def _add(self, size: GraphSize) -> bool:
         """Capture a step. Log a warning and return False if no further step of its kind can be captured."""
+        step, outcome, reason = self._try(size)
+        agreed = self._agree(outcome)
+        if agreed < outcome:
+            reason = "another rank cannot capture them"
+        if agreed == _Outcome.CAPTURED:
+            assert step is not None
+            self._steps[size] = step
+            return True
+        self.refusal = reason
+        if agreed == _Outcome.OUT_OF_MEMORY:
+            logger.warning("no memory for CUDA graphs of steps of %s: smaller steps use larger graphs", size)
+        else:
+            logger.warning("no CUDA graphs: steps of %s cannot be captured: %s", size, reason)
+            self._drop_kind(size)
+        return False
+
+    def _try(self, size: GraphSize) -> "tuple[CapturedStep | None, _Outcome, str]":
+        """Capture a step. Return it, the outcome, and the reason of a failure."""
         parts = self._make_parts(size)
         try:
             forward = self._stream.capture(parts.forward)
             sample = self._stream.capture(parts.sample)
             sample_detailed = self._stream.capture(parts.sample_detailed)
         except torch.OutOfMemoryError:
-            self.refusal = "out of memory"
-            logger.warning("no memory for CUDA graphs of steps of %s: smaller steps use larger graphs", size)
-            return False
+            return None, _Outcome.OUT_OF_MEMORY, "out of memory"
         except RuntimeError as error:
-            self.refusal = reason = first_line(error)
-            logger.warning("no CUDA graphs: steps of %s cannot be captured: %s", size, reason)
-            self._drop_kind(size)
-            return False
-        self._steps[size] = CapturedStep(size, forward, sample, sample_detailed, parts)
-        return True
+            return None, _Outcome.FAILED, first_line(error)
+        return CapturedStep(size, forward, sample, sample_detailed, parts), _Outcome.CAPTURED, ""
 
     def _drop_kind(self, like: GraphSize) -> None:
         kept = [size for size in self._steps if _kind_of(size) != _kind_of(like)]

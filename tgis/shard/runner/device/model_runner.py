@@ -56,8 +56,8 @@ class QueuedStep(NamedTuple):
 class DeviceModelRunner:
     """`ModelRunner` that queues a step when it is launched, unless the host must sample in it.
 
-    Everything except waiting for answers runs on the launching thread. `memory_left` is passed to
-    `StepGraphs`."""
+    Everything except waiting for answers runs on the launching thread. `memory_left` and `agree` are passed
+    to `StepGraphs`."""
 
     max_pending = 2
 
@@ -71,6 +71,7 @@ class DeviceModelRunner:
         info: pb.InfoResponse,
         adapters: LoadedAdapters,
         memory_left: Callable[[], int],
+        agree: Callable[[int], int],
     ) -> None:
         self.info = info
         self.adapters = adapters
@@ -90,7 +91,7 @@ class DeviceModelRunner:
         self._fixed = FixedSteps(on, packer, max_rows, stream)
         row_adapters = self._table.row_adapters
         self._slots = None if on.slots is None else SlotAssignments(on.slots, row_adapters)
-        self.graphs = StepGraphs(stream, self._make_parts, memory_left)
+        self.graphs = StepGraphs(stream, self._make_parts, memory_left, agree=agree)
         self._is_answering = info.rank == 0
         self._inputs = PromptDetails(on, self._table, self._uploads, stream, self._is_answering)
         self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)

@@ -1,0 +1,1 @@
+"""What several ranks find out together before the first step."""
