@@ -24,7 +24,7 @@ LIBRARIES = (
 
 KERNELS = (
     *("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample"),
-    *("convolve", "scan_mamba", "scan_delta", "keep_inputs"),
+    *("accept_drafts", "convolve", "scan_mamba", "scan_delta", "keep_inputs"),
 )
 # Kernels that read or write a cache.
 CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
@@ -76,7 +76,7 @@ def _compare_kernels(dtype: str, group: str, seconds: float, is_rehearsed: bool)
             is_rehearsed=is_rehearsed and kernel in REHEARSED_KERNELS,
         )
         for kernel in KERNELS
-        if group != "others" or kernel not in ("begin_step", "sample")
+        if group != "others" or kernel not in ("begin_step", "sample", "accept_drafts")
     )
 
 

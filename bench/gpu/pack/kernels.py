@@ -22,6 +22,7 @@ from tgis.shard.kernels.cuda.offline.driver import compile_only
 from tgis.shard.kernels.cuda.offline.variants import (
     ModelShape,
     Variant,
+    find_accept_drafts,
     find_begin_step,
     find_check_variants,
     find_model_variants,
@@ -55,6 +56,7 @@ def list_variants() -> Iterator[Variant]:
     yield from find_check_variants()
     for num_tokens in NUM_TOKENS:
         yield find_begin_step(num_tokens)
+        yield find_accept_drafts(num_tokens)
         for name, shape in SHAPES.items():
             heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
             model = ModelShape(name, shape.hidden_size, shape.intermediate_size, *heads, shape.vocab_size)

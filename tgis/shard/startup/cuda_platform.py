@@ -127,4 +127,5 @@ def make_runner(
         adapters=parts.adapters,
         memory_left=on.memory.memory_left,
         states=parts.states,
+        has_drafts=parts.has_drafts,
     )

@@ -395,6 +395,7 @@ class _Loaded:
             limits,
             demand.max_batch_size,
             self.can_capture,
+            bool(self.plan.config.speculate) and shape is None,
             self._open_speculator(num_blocks),
         )
         return on.make_runner(on, parts)

@@ -91,6 +91,7 @@ class RunnerParts:
     limits: RowLimits
     max_rows: int
     can_capture: bool  # the model's steps can be captured
+    has_drafts: bool  # the router may propose drafts
     speculator: Speculator | DraftParts | None = None
 
 

@@ -8,6 +8,7 @@ from typing import Self
 from torch import Tensor
 
 from tgis.shard.kernels.cuda import (
+    accept_drafts,
     attend_segments,
     attend_tiles,
     begin_step,
@@ -27,6 +28,7 @@ KERNELS: dict[str, ModuleType] = {
     "attend_tiles": attend_tiles,
     "gate": gate,
     "sample": sample,
+    "accept_drafts": accept_drafts,
     "convolve": convolve,
     "scan_mamba": scan_mamba,
     "scan_delta": scan_delta,
@@ -47,6 +49,7 @@ class Implementations:
     attend_tiles: Callable[..., None]
     gate: Callable[..., Tensor]
     sample: Callable[..., None]
+    accept_drafts: Callable[..., None]
     convolve: Callable[..., Tensor]
     scan_mamba: Callable[..., Tensor]
     scan_delta: Callable[..., Tensor]

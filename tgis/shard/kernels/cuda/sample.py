@@ -27,7 +27,8 @@ BLOCK, NUM_WARPS = 2048, 4  # 16 tokens per thread; a single sample occupies hal
 def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor) -> None:
     """Sample from logits, contiguous float32 [n, vocab_size].
 
-    Logits of rows that draw a token are changed in place; those of other rows are undefined afterwards.
+    Logits of rows that draw a token are changed in place, those of ended rows are not, and those of other
+    rows are undefined afterwards.
     sampled_rows: int32 [n], each row at most once, except the idle row. answers: int32 [n, 2], receives the
     token and `Flag`s. Ended rows are not sampled, and their flags are 0."""
     num_samples, vocab_size = logits.shape
@@ -70,7 +71,9 @@ def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor
 def plain(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor) -> None:
     index = sampled_rows.long()
     words = rows.words[index]  # [n, len(Word)]
+    before = logits.clone()
     _change(logits, rows, index, words)
+    logits.copy_(torch.where(words[:, Word.ENDED, None] != 0, before, logits))
     highest = logits.max(-1).values
     best = logits.argmax(-1)
     is_usable = highest.isfinite()

@@ -33,10 +33,11 @@ def make_device_runner(
     adapters: LoadedAdapters,
     memory_left: Callable[[], int],
     states: StateCache | None = None,
+    has_drafts: bool = False,
 ) -> DeviceModelRunner:
     """Build a runner without graphs. The cache's last block is the dummy block, which `info.num_blocks` does
     not count. The last slot of `states`, those of a model with recurrent layers, is a dummy, too.
-    `memory_left` returns the free bytes of the device."""
+    `memory_left` returns the free bytes of the device. With `has_drafts`, graphs also verify drafts."""
     spec = model.spec
     assert isinstance(spec, DecoderSpec | EncoderDecoderSpec), "other engines run on the CPU"
     num_blocks = cache.num_blocks - 1
@@ -50,4 +51,6 @@ def make_device_runner(
     described = pb.InfoResponse(num_blocks=num_blocks)
     described.MergeFrom(info)
     described.num_blocks = num_blocks
-    return DeviceModelRunner(on, stream, builder, packer, guides, described, adapters, memory_left)
+    return DeviceModelRunner(
+        on, stream, builder, packer, guides, described, adapters, memory_left, has_drafts
+    )

@@ -13,6 +13,7 @@ from tgis.shard.kernels.cuda.step_state import RowState, Segments, StagedStep, S
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.memory.state_cache import StateCache, StepStates
 from tgis.shard.models.interface import Model, StepInputs, VirtualTokens
+from tgis.shard.runner.device.draft_rounds import RoundMemory, sample_next
 from tgis.shard.runner.device.graphs import StepParts
 from tgis.shard.runner.device.step_packer import StagedSize, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
@@ -120,6 +121,15 @@ class EagerStep:
         logits = self.outputs().logits
         self._on.kernels.sample(logits, self._on.state, self._staged.sampled_rows, self.answers)
 
+    @torch.inference_mode()
+    def sample_next(self) -> None:
+        """Sample the rows whose last sampled token is the next draft."""
+        logits = self.outputs().logits
+        assert logits is not None, "the step has drafts"
+        on = self._on
+        memory = RoundMemory.allocate(len(self.answers), self.answers.device)
+        sample_next(on.kernels, on.state, self._staged, logits, self.answers, memory)
+
 
 class FixedSteps:
     """Fixed memory of captured steps. All sizes read their staged arrays from the same address."""
@@ -133,6 +143,7 @@ class FixedSteps:
         _, num_words = place_arrays([prod(shape) for shape in shapes])
         self.staged = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         self.answers = torch.zeros((max_rows, 2), dtype=torch.int32, device=self._device)
+        self._round = RoundMemory.allocate(max_rows, self._device)
         self._logits: Tensor | None = None
 
     @property
@@ -162,4 +173,8 @@ class FixedSteps:
         def sample() -> None:
             self._on.kernels.sample(logits, self._on.state, staged.sampled_rows, answers)
 
-        return StepParts(torch.inference_mode()(forward), torch.inference_mode()(sample))
+        def sample_after() -> None:
+            on = self._on
+            sample_next(on.kernels, on.state, staged, logits, answers, self._round.take(num_sampled))
+
+        return StepParts(*map(torch.inference_mode(), (forward, sample, sample_after)))

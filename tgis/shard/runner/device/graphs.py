@@ -1,6 +1,6 @@
 """Captures whole steps as CUDA graphs, by size. The forward graph computes the logits; the sampling graph
 samples, appends the tokens and copies the answers. They are separate because sampling may have to wait for
-grammar masks."""
+grammar masks. A third graph samples after accepted drafts, and is replayed once for each draft of a row."""
 
 import gc
 import logging
@@ -27,12 +27,14 @@ class StepParts(NamedTuple):
 
     forward: Callable[[], None]
     sample: Callable[[], None]
+    sample_next: Callable[[], None] = lambda: None  # samples the rows whose last sampled token is a draft
 
 
 class CapturedStep(NamedTuple):
     size: GraphSize
     forward: Graph
     sample: Graph
+    sample_next: Graph | None  # None if drafts are not expected
     parts: StepParts  # kept because the graphs use its memory
 
 
@@ -50,7 +52,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 class StepGraphs:
     """Captured steps by size. `make_parts` returns the parts of a step of a given size; `memory_left` returns
-    the free bytes of the device as its driver counts them."""
+    the free bytes of the device as its driver counts them. With `has_drafts`, the sampling after drafts is
+    captured, too."""
 
     def __init__(
         self,
@@ -58,11 +61,13 @@ class StepGraphs:
         make_parts: Callable[[GraphSize], StepParts],
         memory_left: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        has_drafts: bool = False,
     ):
         self._stream = stream
         self._make_parts = make_parts
         self._memory_left = memory_left
         self._clock = clock
+        self._has_drafts = has_drafts
         self._steps: dict[GraphSize, CapturedStep] = {}  # sorted by number of tokens
         self.refusal: str | None = None
         """Reason why steps could not be captured."""
@@ -116,6 +121,7 @@ class StepGraphs:
         try:
             forward = self._stream.capture(parts.forward)
             sample = self._stream.capture(parts.sample)
+            sample_next = self._stream.capture(parts.sample_next) if self._has_drafts else None
         except torch.OutOfMemoryError:
             self.refusal = "out of memory"
             logger.warning("no memory for CUDA graphs of steps of %s: smaller steps use larger graphs", size)
@@ -125,7 +131,7 @@ class StepGraphs:
             logger.warning("no CUDA graphs: steps of %s cannot be captured: %s", size, reason)
             self._drop_kind(size)
             return False
-        self._steps[size] = CapturedStep(size, forward, sample, parts)
+        self._steps[size] = CapturedStep(size, forward, sample, sample_next, parts)
         return True
 
     def _drop_kind(self, like: GraphSize) -> None:

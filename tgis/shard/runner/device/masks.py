@@ -1,5 +1,8 @@
 """Uploads grammar masks to a device, between a step's forward pass and its sampling."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,6 +12,8 @@ from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.device.uploads import Uploads
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.sampling.grammar import PackedMasks
+
+_NONE = torch.empty(0, dtype=torch.int32)
 
 
 class MaskUploads:
@@ -22,6 +27,23 @@ class MaskUploads:
         arrays = [rows, masks.are_complete, masks.words, failed_rows]
         sent = self._uploads.send([np.asarray(array, np.int32) for array in arrays])
         self._stream.run(lambda: _apply(self._state, *sent))
+
+    def send_rounds(self, rounds: Sequence[tuple[Integers, PackedMasks]]) -> list[Callable[[], None]]:
+        """Queue the upload of the masks of rows for several rounds of sampling. Return for each round a
+        function that queues its masks for the rows."""
+        if not rounds:
+            return []
+        arrays = [
+            np.asarray(array, np.int32)
+            for rows, masks in rounds
+            for array in (rows, masks.are_complete, masks.words)
+        ]
+        sent = self._uploads.send(arrays)
+        parts = [sent[i : i + 3] for i in range(0, len(sent), 3)]
+        return [partial(self._queue, *part) for part in parts]
+
+    def _queue(self, rows: Tensor, are_complete: Tensor, masks: Tensor) -> None:
+        self._stream.run(lambda: _apply(self._state, rows, are_complete, masks, _NONE))
 
 
 @torch.inference_mode()

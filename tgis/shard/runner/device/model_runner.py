@@ -16,8 +16,10 @@ from tgis.shard.kernels.cuda.step_state import StagedStep
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
+from tgis.shard.runner.columns import read_column
 from tgis.shard.runner.device.device_rows import RowUpdates, apply_updates
 from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSteps
+from tgis.shard.runner.device.device_table import SampledRows
 from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
 from tgis.shard.runner.device.masks import MaskUploads
 from tgis.shard.runner.device.pending_step import Clock, PendingStep
@@ -31,7 +33,7 @@ from tgis.shard.runner.interface import Pending
 from tgis.shard.runner.model_runner import ComputedStep, close_and_open, list_saves, open_states
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Problem, report_problem
-from tgis.shard.sampling.grammar import Guides
+from tgis.shard.sampling.grammar import DraftMasks, Guides
 
 STAGED_WORDS = 1 << 16  # initial size of an upload slot; a larger upload allocates a larger slot
 
@@ -44,6 +46,7 @@ class QueuedStep(NamedTuple):
     adapters: TokenAdapters | None
     outputs: Callable[[], Outputs]  # valid after the forward pass
     sample: Callable[[], None]  # queues the sampling, which writes `answers`
+    sample_next: Callable[[], None]  # queues a further round of sampling, see `draft_rounds`
     answers: Tensor  # int32 [at least num_sampled, 2]
 
 
@@ -65,6 +68,7 @@ class DeviceModelRunner:
         info: pb.InfoResponse,
         adapters: LoadedAdapters,
         memory_left: Callable[[], int],
+        has_drafts: bool = False,
     ) -> None:
         self.info = info
         self.adapters = adapters
@@ -81,7 +85,7 @@ class DeviceModelRunner:
         self._masks = MaskUploads(stream, on.state)
         self._answer_slots = PinnedRing(stream, max_rows * 2)
         self._fixed = FixedSteps(on, packer, max_rows, stream)
-        self.graphs = StepGraphs(stream, self._make_parts, memory_left)
+        self.graphs = StepGraphs(stream, self._make_parts, memory_left, has_drafts=has_drafts)
         self._is_answering = info.rank == 0
         self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)
         self._launched = deque[PendingStep]()  # steps whose answers have not been applied to the table
@@ -103,6 +107,7 @@ class DeviceModelRunner:
         assert len(self._launched) < NUM_SLOTS, "too many steps are pending"
         for problem in close_and_open(request, self._table, self._guides):
             report_problem(response, problem, self._is_answering)
+        self._finish_drafts(request)
         self._open_states(request)
         failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
         host_path = self._table.find_host_path(request)
@@ -115,11 +120,12 @@ class DeviceModelRunner:
             self._send_updates()
             response.forward_ns = time.perf_counter_ns() - began
             return ComputedStep(response)
+        draft_masks = None if host_path else self._start_masking(work)
         step = self._queue_forward(work, has_encoded)
         self._save_states(request)
         response.path = host_path or step.path
         if not host_path:
-            return self._queue_rest(work, step, response)
+            return self._queue_rest(work, step, draft_masks, response)
         self._sampler.answer(work, step.adapters, self._wait_for_outputs(step), response)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
@@ -166,7 +172,7 @@ class DeviceModelRunner:
             path = pb.STEP_PATH_PROMPT
         if path == pb.STEP_PATH_GRAPH:
             assert captured is not None
-            return self._replay_forward(arrays, captured, size.num_single)
+            return self._replay_forward(arrays, captured, size.num_single, work.drafts is not None)
         staged = StagedStep(*self._send_step(arrays))
         step = EagerStep(self._on, staged, size, virtual, adapters)
         self._stream.run(step.forward)
@@ -176,6 +182,7 @@ class DeviceModelRunner:
             adapters,
             step.outputs,
             lambda: self._stream.run(step.sample),
+            lambda: self._stream.run(step.sample_next),
             step.answers,
         )
 
@@ -185,7 +192,9 @@ class DeviceModelRunner:
             return None
         return captured
 
-    def _replay_forward(self, arrays: StagedArrays, captured: CapturedStep, num_single: int) -> QueuedStep:
+    def _replay_forward(
+        self, arrays: StagedArrays, captured: CapturedStep, num_single: int, has_drafts: bool
+    ) -> QueuedStep:
         self._send_updates()
         self._uploads.send_to(self._fixed.staged, self._packer.pad_step(arrays, captured.size, num_single))
         captured.forward.replay()
@@ -198,7 +207,18 @@ class DeviceModelRunner:
             is_first = has_prompts or count == len(arrays.token_rows)
             return Outputs(logits, logits[:count] if is_first else logits[torch.from_numpy(at)])
 
-        return QueuedStep(pb.STEP_PATH_GRAPH, at, None, outputs, captured.sample.replay, self._fixed.answers)
+        path = pb.STEP_PATH_GRAPH
+        if captured.sample_next is None and has_drafts:
+            path = pb.STEP_PATH_DRAFTS
+
+        def sample_next() -> None:
+            if captured.sample_next is None:
+                self._stream.run(captured.parts.sample_next)
+            else:
+                captured.sample_next.replay()
+
+        sample = captured.sample.replay
+        return QueuedStep(path, at, None, outputs, sample, sample_next, self._fixed.answers)
 
     def _send_step(self, arrays: StagedArrays) -> list[Tensor]:
         """Upload a step and the pending updates of rows."""
@@ -218,21 +238,58 @@ class DeviceModelRunner:
         state = self._on.state
         self._stream.run(torch.inference_mode()(lambda: apply_updates(updates, state)))
 
-    def _queue_rest(self, work: Work, step: QueuedStep, response: pb.StepResponse) -> PendingStep:
+    def _queue_rest(
+        self, work: Work, step: QueuedStep, draft_masks: DraftMasks | None, response: pb.StepResponse
+    ) -> PendingStep:
         """Queue a step's sampling and the copy of its answers."""
-        sampled = self._table.name_sampled(work.sampled_rows)
+        sampled = self._table.name_sampled(work)
         slot = self._answer_slots.take(len(step.answers) * 2)
         if len(sampled.rows):
-            self._send_masks(sampled.rows, response)
+            self._send_masks(sampled.first_rows, response)
             step.sample()
+            if draft_masks is not None:
+                self._sample_drafts(sampled, step, draft_masks)
             self._queue_answers(step, slot.memory)
         event = slot.last_use = self._stream.record()
-        self._table.plan_tokens(sampled.rows)
+        self._table.plan_tokens(sampled.first_rows)
         pending = PendingStep(
             response, self._is_answering, sampled, step.sampled_at, slot, event, self._clock
         )
         self._launched.append(pending)
         return pending
+
+    def _sample_drafts(self, sampled: SampledRows, step: QueuedStep, draft_masks: DraftMasks) -> None:
+        """Queue a round of sampling for each draft of the row with the most drafts."""
+        masks = self._masks.send_rounds(draft_masks())
+        for number in range(sampled.num_drafts):
+            if number < len(masks):
+                masks[number]()
+            step.sample_next()
+
+    def _start_masking(self, work: Work) -> DraftMasks | None:
+        """Start to compute the grammar masks after the drafts of a step. Return None if it has none."""
+        if work.drafts is None:
+            return None
+        drafts = dict[int, list[int]]()
+        at = np.flatnonzero(work.drafts >= 0)
+        for row, token_id in zip(work.sampled_rows[at].tolist(), work.drafts[at].tolist(), strict=True):
+            drafts.setdefault(row, []).append(token_id)
+        return self._guides.start_masking(drafts)
+
+    def _finish_drafts(self, request: pb.StepRequest) -> None:
+        """Wait for the answers on which the rows of a step depend: those of rows that have drafts in it, and
+        of rows that had drafts. The router has them already, so they are late only on other ranks."""
+        if not request.num_drafts and all(pending.sampled.rounds is None for pending in self._launched):
+            return
+        rows = read_column(request.rows)
+        drafted = rows[read_column(request.num_drafts) > 0] if request.num_drafts else rows[:0]
+
+        def is_needed(sampled: SampledRows) -> bool:
+            return bool(np.isin(drafted, sampled.rows).any() or np.isin(rows, sampled.drafted).any())
+
+        while any(is_needed(pending.sampled) for pending in self._launched):
+            self._launched[0].finish()
+            self._apply_answers()
 
     def _queue_answers(self, step: QueuedStep, memory: Tensor) -> None:
         answers = step.answers[: int(step.sampled_at.max()) + 1].view(-1)

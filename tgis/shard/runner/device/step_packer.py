@@ -10,6 +10,7 @@ from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import VirtualTokens
 from tgis.shard.runner.batch_builder import Work
 from tgis.shard.runner.device.device_table import DeviceTable
+from tgis.shard.runner.device.draft_rounds import number_rounds
 from tgis.shard.runner.device.uploads import Words
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.row_table import Integers
@@ -91,7 +92,7 @@ class StepPacker:
             new_blocks=new_blocks,
             tiles=self._cut_tiles(work, work.starts, ends),
             cross_tiles=self._cut_tiles(work, np.zeros_like(rows), encoder_lens),
-            sampled_rows=work.sampled_rows.astype(np.int32),
+            sampled_rows=self._find_first_rows(work),
             sampled_x=work.sampled_x.astype(np.int32),
             spans=self._find_spans(work),
         )
@@ -103,6 +104,13 @@ class StepPacker:
             max_cross_len=int(encoder_lens.max(initial=0)),
         )
         return arrays, size
+
+    def _find_first_rows(self, work: Work) -> Words:
+        """Return the sampled rows, with the idle row for samples after drafts."""
+        rows = work.sampled_rows
+        if work.drafts is not None:
+            rows = np.where(number_rounds(rows) > 0, self._idle_row, rows)
+        return rows.astype(np.int32)
 
     def find_capacity(self, size: GraphSize) -> Capacity:
         rows, count = size
