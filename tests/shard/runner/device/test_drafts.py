@@ -2,7 +2,7 @@
 and with graphs. `test_verify_drafts` has the outputs."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ import pytest
 
 from tests.support.cuda.capturing_device import CapturingDevice
 from tests.support.cuda.late_device import LateDevice
+from tests.support.cuda.poisoned import poisoned_memory
 from tests.support.cuda.runners import load_captured, load_late
+from tests.support.shard import other_device
 from tests.support.shard.checkpoints import write_llama, write_model
 from tests.support.shard.drafting import DraftingRouter, Foreseen
 from tests.support.shard.driver import Request, Router, configure, opening, prompts
@@ -44,6 +46,13 @@ SAMPLINGS: list[dict[str, Any]] = [
 SIZES = (GraphSize(3), GraphSize(8), GraphSize(3, 16), GraphSize(8, 48))
 DECODERS = ("llama", "gpt2", "gemma2", "bloom")
 PREFIX = list(range(40, 59))
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """Fill new memory with values that would break any step that reads them."""
+    with poisoned_memory():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -268,3 +277,18 @@ def test_more_drafts_than_rows_need_no_graph(directory: Path) -> None:
     response = runner.launch(steps.step([(0, 3, 4)], drafts={0: tokens[1:11]})).answer()
     assert integers(response.token_ids) == tokens[1:12]
     assert response.path == pb.STEP_PATH_SIZE
+
+
+def test_nothing_is_left_on_the_host(directory: Path) -> None:
+    """Check that every operator's tensors are on the device, also with masks after drafts."""
+    host = load(configure(directory))
+    plain, guessed = make_requests(is_guided=True)[:7], make_requests(is_guided=True)[:7]
+    Router(host, seed=1).run(list(plain))
+    for request, known in zip(guessed, plain, strict=True):
+        request.truth = known.generated
+    with other_device.present() as device:
+        runner = load_late(configure(directory, kv_cache_tokens=1024), LateDevice(device))
+        router = DraftingRouter(runner, luck=0.8, seed=1)
+        router.run([*guessed])
+    assert [each.generated for each in guessed] == [each.generated for each in plain]
+    assert router.num_right > 5
