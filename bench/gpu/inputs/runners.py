@@ -31,8 +31,8 @@ REHEARSED_STEPS, REHEARSED_WARM_STEPS = 6, 2
 MAX_NEW = 4 * STEPS  # of a row, so that none ends during the measurement
 
 
-def load_runner(target: Target, shape: Shape) -> DeviceModelRunner:
-    """Return a runner without captured steps."""
+def load_runner(target: Target, shape: Shape, has_drafts: bool = False) -> DeviceModelRunner:
+    """Return a runner without captured steps. With `has_drafts`, captured steps verify drafts."""
     kernels, dtype = choose_kernels(target), torch.bfloat16
     model = build_model(shape, dtype, CudaKernels(target.device, kernels))
     max_rows = 2 if target.is_rehearsal else MAX_ROWS
@@ -53,6 +53,7 @@ def load_runner(target: Target, shape: Shape) -> DeviceModelRunner:
         info,
         LoadedAdapters(_refuse_adapters),
         memory_left=lambda: 1 << 40,
+        has_drafts=has_drafts,
     )
 
 
