@@ -34,6 +34,12 @@ class Work(NamedTuple):
     drafts: TokenIds | None = None  # [num_sampled], drafted token ids, -1 where there is no draft
     num_proposed: Mapping[int, int] = {}  # number of drafts that the shard proposed, by row
 
+    def count_drafts(self) -> Integers:
+        """Return the number of drafts of its row before each sample, [num_sampled]."""
+        at = np.arange(len(self.sampled_rows))
+        is_first = np.diff(self.sampled_rows, prepend=-1) != 0
+        return at - np.maximum.accumulate(np.where(is_first, at, 0))
+
 
 @dataclass(frozen=True)
 class Batch:

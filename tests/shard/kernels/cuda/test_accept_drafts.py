@@ -13,10 +13,10 @@ from torch import Tensor
 from tests.support.cuda.interpreter import interpreted, interpreted_modules
 from tests.support.cuda.program_order import reversed_programs
 from tests.support.cuda.sampled_rows import Cases, SampledRows
-from tgis.shard.kernels.cuda import accept_drafts
+from tgis.shard.kernels.cuda.functions import accept_drafts
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import Flag, RowState, StagedStep
-from tgis.shard.runner.device.draft_rounds import RoundMemory, sample_next
+from tgis.shard.runner.device.device_step import RoundMemory, sample_next
 
 SAMPLED, ENDED, UNUSABLE = (int(flag) for flag in Flag)
 NONE: Any = torch.empty(0)

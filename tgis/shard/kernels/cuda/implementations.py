@@ -8,7 +8,6 @@ from typing import Self
 from torch import Tensor
 
 from tgis.shard.kernels.cuda import (
-    accept_drafts,
     attend_segments,
     attend_tiles,
     begin_step,
@@ -17,6 +16,7 @@ from tgis.shard.kernels.cuda import (
     sample,
     turn_and_keep,
 )
+from tgis.shard.kernels.cuda.functions import accept_drafts
 from tgis.shard.kernels.cuda.states import convolve, keep_inputs, scan_delta, scan_mamba
 
 # Name of a kernel -> module with `launch` and `plain`.

@@ -1,7 +1,11 @@
-"""Work of a step on a device: the forward pass up to the logits, and the sampling."""
+"""Work of a step on a device: the forward pass up to the logits, and the sampling.
+
+Steps with drafts are sampled in rounds: the first one samples each row once, and each further round samples
+the rows whose last sampled token is the next draft."""
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +17,6 @@ from tgis.shard.kernels.cuda.step_state import RowState, Segments, StagedStep, S
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.memory.state_cache import StateCache, StepStates
 from tgis.shard.models.interface import Model, StepInputs, VirtualTokens
-from tgis.shard.runner.device.draft_rounds import RoundMemory, sample_next
 from tgis.shard.runner.device.graphs import StepParts
 from tgis.shard.runner.device.step_packer import StagedSize, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
@@ -86,6 +89,36 @@ def find_states(cache: StateCache, spans: Tensor) -> StepStates:
     """Return the states of a step's spans, see `StagedStep`."""
     slots, begins, starts = spans
     return StepStates(cache, slots[:-1], begins, starts[:-1])
+
+
+class RoundMemory(NamedTuple):
+    """Results of a further round."""
+
+    rows: Tensor  # int32 [num_sampled], sampled rows; idle where the round samples nothing
+    answers: Tensor  # int32 [num_sampled, 2], see `sample`
+
+    @classmethod
+    def allocate(cls, num_sampled: int, device: torch.device) -> "RoundMemory":
+        rows = torch.empty(num_sampled, dtype=torch.int32, device=device)
+        return cls(rows, torch.empty((num_sampled, 2), dtype=torch.int32, device=device))
+
+    def take(self, count: int) -> "RoundMemory":
+        return RoundMemory(self.rows[:count], self.answers[:count])
+
+
+def sample_next(
+    kernels: Implementations,
+    state: RowState,
+    staged: StagedStep,
+    logits: Tensor,
+    answers: Tensor,
+    memory: RoundMemory,
+) -> None:
+    """Do a further round. `answers` has the answers of all rounds so far, and receives those of this one: no
+    sample has more than one. The logits of samples of later rounds do not change."""
+    kernels.accept_drafts(staged, state, answers, memory.rows)
+    kernels.sample(logits, state, memory.rows, memory.answers)
+    answers.add_(memory.answers)
 
 
 class EagerStep:

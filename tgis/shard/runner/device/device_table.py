@@ -17,7 +17,6 @@ from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, Flag, R
 from tgis.shard.runner.batch_builder import Work
 from tgis.shard.runner.columns import NOT_WANTED, read_column
 from tgis.shard.runner.device.device_rows import CountedTokens, RowUpdates, count_tokens, make_words
-from tgis.shard.runner.device.draft_rounds import number_rounds
 from tgis.shard.runner.device.uploads import Words
 from tgis.shard.runner.row_table import Blocks, Booleans, Integers, Layout, RowLimits, RowTable, TokenIds
 
@@ -142,7 +141,7 @@ class DeviceTable(RowTable):
         numbers, positions = self._sequence_numbers[rows], self.lengths[rows]
         if work.drafts is None:
             return SampledRows(rows, numbers, positions)
-        rounds = number_rounds(rows)
+        rounds = work.count_drafts()
         return SampledRows(rows, numbers, positions + rounds, rounds)
 
     def plan_tokens(self, rows: Integers) -> None:

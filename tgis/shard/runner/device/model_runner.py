@@ -46,7 +46,7 @@ class QueuedStep(NamedTuple):
     adapters: TokenAdapters | None
     outputs: Callable[[], Outputs]  # valid after the forward pass
     sample: Callable[[], None]  # queues the sampling, which writes `answers`
-    sample_next: Callable[[], None]  # queues a further round of sampling, see `draft_rounds`
+    sample_next: Callable[[], None]  # queues a further round of sampling, see `device_step`
     answers: Tensor  # int32 [at least num_sampled, 2]
 
 

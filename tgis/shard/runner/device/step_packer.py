@@ -10,7 +10,6 @@ from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import VirtualTokens
 from tgis.shard.runner.batch_builder import Work
 from tgis.shard.runner.device.device_table import DeviceTable
-from tgis.shard.runner.device.draft_rounds import number_rounds
 from tgis.shard.runner.device.uploads import Words
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.row_table import Integers
@@ -109,7 +108,7 @@ class StepPacker:
         """Return the sampled rows, with the idle row for samples after drafts."""
         rows = work.sampled_rows
         if work.drafts is not None:
-            rows = np.where(number_rounds(rows) > 0, self._idle_row, rows)
+            rows = np.where(work.count_drafts() > 0, self._idle_row, rows)
         return rows.astype(np.int32)
 
     def find_capacity(self, size: GraphSize) -> Capacity:
