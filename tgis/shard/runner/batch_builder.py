@@ -157,7 +157,10 @@ class BatchBuilder:
         work = Work(
             rows, starts, ends + num_drafts, layout, rows[sampled.sequence], sampled.positions, spans, drafts
         )
-        return _split_drafts(work, num_drafts) if self._singles_first else work
+        if not self._singles_first:
+            return work
+        assert self.states is None, "drafts of a model that keeps a state"
+        return _split_drafts(work, num_drafts)
 
     def _proposed_work(
         self,

@@ -263,6 +263,7 @@ def test_a_row_changes_hands_while_its_drafts_are_in_flight(late: DeviceModelRun
     first = late.launch(steps.step([(0, 3, 4)], drafts={0: tokens[1:4]}))
     second = late.launch(steps.step([(0, 0, 4)], [opening(other)], closed=[0]))
     third = late.launch(steps.step([(0, 4, 5)]))
+    assert not late._launched[0].is_finished, "the next sequence does not depend on the drafts"
     assert integers(first.answer().token_ids) == tokens[1:5]
     got = [token for each in (second, third) for token in integers(each.answer().token_ids)]
     late.reset()

@@ -31,9 +31,7 @@ class SampledRows(NamedTuple):
     rows: Integers  # [n], each row once, plus once for each draft
     sequence_numbers: Integers  # [n], as in `DeviceTable`
     positions: Integers  # [n]
-    rounds: Integers | None = (
-        None  # [n], number of the row's drafts before the token; None: no row has drafts
-    )
+    rounds: Integers | None = None  # [n], number of drafts before the token; None: no row has drafts
 
     @property
     def first_rows(self) -> Integers:
@@ -44,11 +42,6 @@ class SampledRows(NamedTuple):
     def num_drafts(self) -> int:
         """Maximum number of drafts of a row."""
         return 0 if self.rounds is None else int(self.rounds.max())
-
-    @property
-    def drafted(self) -> Integers:
-        """Rows with drafts."""
-        return self.rows[:0] if self.rounds is None else self.rows[self.rounds == 1]
 
     def read_flags(self, flags: Words) -> Words:
         """Return the flags of answers [n] without errors after a draft. They recur in the row's next step."""
@@ -152,12 +145,17 @@ class DeviceTable(RowTable):
         self.lengths[rows] = lengths + 1
         self.ended[rows] |= lengths + 1 >= self.limit[rows]
 
+    def are_current(self, sampled: SampledRows) -> Booleans:
+        """Return bool [n], True for samples of rows that still have the same sequence."""
+        current: Booleans = self._sequence_numbers[sampled.rows] == sampled.sequence_numbers
+        return current
+
     def apply(
         self, sampled: SampledRows, token_ids: TokenIds, flags: Words
     ) -> tuple[Integers, TokenIds, Booleans]:
         """Apply the device's answers [n]. Return the rows that sampled a token for their current sequence,
         once for each token, the tokens, and True where the sequence has ended with one."""
-        is_current = self._sequence_numbers[sampled.rows] == sampled.sequence_numbers
+        is_current = self.are_current(sampled)
         known = sampled.read_flags(flags)
         has_ended = (known & HAS_ENDED) != 0
         self.ended[sampled.rows[is_current & has_ended]] = True

@@ -285,7 +285,12 @@ class DeviceModelRunner:
         drafted = rows[read_column(request.num_drafts) > 0] if request.num_drafts else rows[:0]
 
         def is_needed(sampled: SampledRows) -> bool:
-            return bool(np.isin(drafted, sampled.rows).any() or np.isin(rows, sampled.drafted).any())
+            current = self._table.are_current(sampled)
+            if np.isin(drafted, sampled.rows[current]).any():
+                return True
+            if sampled.rounds is None:
+                return False
+            return bool(np.isin(rows, sampled.rows[current & (sampled.rounds > 0)]).any())
 
         while any(is_needed(pending.sampled) for pending in self._launched):
             self._launched[0].finish()
