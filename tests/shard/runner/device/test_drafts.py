@@ -123,7 +123,8 @@ def test_answers_are_those_of_the_host(directory: Path, tmp_path: Path, case: st
     device.graphs.capture(SIZES[: len(SIZES) if case in DECODERS else 2] if is_captured else [])
     device.reset()
     has_encoder = host.model.spec.is_encoder_decoder
-    plain, guessed = (make_requests(case == "llama", has_encoder) for _ in range(2))
+    count = 8 if is_captured and case != "llama" else 14  # emulated graphs are slow
+    plain, guessed = (make_requests(case == "llama", has_encoder)[:count] for _ in range(2))
     Router(host, seed=1).run(list(plain))
     for request, known in zip(guessed, plain, strict=True):
         request.truth = known.generated
@@ -131,7 +132,7 @@ def test_answers_are_those_of_the_host(directory: Path, tmp_path: Path, case: st
     router = DraftingRouter(BothRunners(host, device), luck=0.7, seed=2)  # type: ignore[arg-type]
     router.run([*guessed])
     assert [each.generated for each in guessed] == [each.generated for each in plain]
-    assert router.num_guessed > router.num_right > 15
+    assert router.num_guessed > router.num_right > count
     paths = {response.path for response in router.responses} - {pb.STEP_PATH_UNSPECIFIED}
     if is_captured:  # some steps have more drafts than the largest batch has rows
         assert pb.STEP_PATH_GRAPH in paths
@@ -280,10 +281,11 @@ def test_more_drafts_than_rows_need_no_graph(directory: Path) -> None:
     assert response.path == pb.STEP_PATH_SIZE
 
 
+@pytest.mark.slow
 def test_nothing_is_left_on_the_host(directory: Path) -> None:
     """Check that every operator's tensors are on the device, also with masks after drafts."""
     host = load(configure(directory))
-    plain, guessed = make_requests(is_guided=True)[:7], make_requests(is_guided=True)[:7]
+    plain, guessed = make_requests(is_guided=True)[:4], make_requests(is_guided=True)[:4]
     Router(host, seed=1).run(list(plain))
     for request, known in zip(guessed, plain, strict=True):
         request.truth = known.generated
@@ -292,4 +294,4 @@ def test_nothing_is_left_on_the_host(directory: Path) -> None:
         router = DraftingRouter(runner, luck=0.8, seed=1)
         router.run([*guessed])
     assert [each.generated for each in guessed] == [each.generated for each in plain]
-    assert router.num_right > 5
+    assert router.num_right > 3
