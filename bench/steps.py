@@ -42,7 +42,8 @@ def load_runner(
 
 @dataclass
 class Rows:
-    """Create sequences with `length` tokens and separate blocks each; greedy unless `sampling` is given."""
+    """Create sequences with `length` tokens and separate blocks each; greedy unless `sampling` is given,
+    without token details unless `details` is given."""
 
     runner: ModelRunner
     batch: int
@@ -50,6 +51,7 @@ class Rows:
     max_new: int
     seed: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
     max_drafts: int = 0
     """Drafts for which each step has blocks."""
     _most: int = field(init=False)
@@ -97,6 +99,7 @@ class Rows:
                 prompt_len=self.length,
                 max_new_tokens=self.max_new,
                 sampling=pb.Sampling(**{**plain, **self.sampling}),
+                details=pb.Details(**self.details),
                 state_slot=row,
                 state_source=-1,
             )

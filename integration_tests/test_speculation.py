@@ -22,7 +22,7 @@ def client(model: Model) -> Iterator[Client]:
 
 def num_drafts(client: Client) -> tuple[float, float]:
     values = metrics(client)
-    return values["tgi_speculation_drafted_tokens"], values["tgi_speculation_accepted_tokens"]
+    return values["tgi_speculation_drafted_tokens_total"], values["tgi_speculation_accepted_tokens_total"]
 
 
 def sample(client: Client, text: str, seed: int, **stopping: object) -> pb.GenerationResponse:

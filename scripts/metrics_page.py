@@ -13,7 +13,8 @@ This page lists every series, and how the series of TGIS and vLLM are counted he
 port (3000) returns Prometheus' text format. The names, labels and buckets are those of TGIS, so its dashboards and
 alerts continue to work. Every counter is exported twice: under its bare name, which those dashboards query, and with
 `_total`, which Prometheus expects. The bare one has the type unknown, because the format reserves the type counter for
-names with `_total`.
+names with `_total`. The counters `tgi_speculation_*` have `_total` only, because neither TGIS nor TGI had them; vLLM's
+names for them have [`_total` as well](#under-vllms-names).
 
 Series without labels exist from the start; those with labels appear with their first value.
 """

@@ -36,12 +36,15 @@ sequences and as many snapshots, but at most half of the cache's memory, or what
 states than sequences, the others wait. The log reports the number and size; `tgi_state_usage_ratio` and
 `tgi_state_snapshots` report their use ([how it works](how-it-works.md)). `--kv-cache-memory-fraction` increases both.
 
-Drafts (`--speculate`) are off for these models, with a warning. The numbers of heads and groups of Mamba layers, and of
+On CPUs, speculators can draft for these models (`--speculator`): a step stores the states after each token of a sequence
+with drafts, and keeps the one after the last accepted draft, so nothing is copied or computed again. For this, a shard
+reserves further states, one more than the speculator drafts for each of 8 sequences, which the log names; at most 8
+sequences have drafts in a step. Drafts of repeated tokens (`--speculate` without `--speculator`) are off, with a warning.
+The numbers of heads and groups of Mamba layers, and of
 heads of values and of keys of gated DeltaNet, must be divisible by the number of shards, but shards may share a group or
 a key. Weights of the convolutions and decays are always float32, and `--quantize` leaves the projections of gated
 DeltaNet's decays and strengths in `--dtype`. Constant factors of Falcon H1 are never multiplied into matrices, so
-quantized checkpoints are read as they are. Images and the layers that predict further tokens (`mtp`) of Qwen 3.5 are not
-served. Qwen 3 Next and 3.5 need at least one layer with attention.
+quantized checkpoints are read as they are. Images of Qwen 3.5 are not served. Qwen 3 Next and 3.5 need at least one layer with attention.
 
 A model without attention, such as Mamba 2, has a KV cache whose blocks take no memory. The router still counts its tokens
 in blocks, because prefixes are found by them, so `--kv-cache-tokens` limits it like other models; without the option, the

@@ -144,7 +144,7 @@ Metric names of both servers begin with `tgi_`, but they differ. This service us
 | `tgi_request_failure{err="overloaded"}` | `err="conc_limit"` |
 | `tgi_batch_current_max_tokens` | none; `tgi_kv_cache_usage_ratio` is the used fraction of the cache |
 | `tgi_batch_next_size` | `tgi_batch_inference_batch_size` |
-| `tgi_request_skipped_tokens` | `tgi_speculation_accepted_tokens`, a counter |
+| `tgi_request_skipped_tokens` | `tgi_speculation_accepted_tokens_total`, a counter |
 | `tgi_batch_concat` | `tgi_batch_concatenation_count` |
 | none | `tgi_request_time_to_first_token_duration`, `tgi_request_inter_token_duration` |
 """

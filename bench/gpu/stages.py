@@ -23,7 +23,7 @@ LIBRARIES = (
 )
 
 KERNELS = (
-    *("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample"),
+    *("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample", "describe"),
     *("accept_drafts", "convolve", "scan_mamba", "scan_delta", "keep_inputs"),
 )
 # Kernels that read or write a cache.
@@ -58,8 +58,11 @@ VARIANTS = tuple(
     "falcon_h1_gate_before_norm_biases mamba2_tied_biases qwen3_next_some_dense_biases "
     "qwen3_5_multimodal_tied qwen3_5_moe_multimodal".split()
 )
+# Names in bench.gpu.cases.features.
+KINDS = ("details", "watermark", "guided", "top_p", "top_k", "typical_p", "sampled", "penalties")
+REHEARSED_KINDS = ("details", "watermark", "guided", "top_k")
 REHEARSED_FAMILIES = ("qwen2", "t5")
-REHEARSED_KERNELS = ("norm", "sample")
+REHEARSED_KERNELS = ("norm", "sample", "describe")
 
 
 def _case(name: str, function: str, seconds: float, *arguments: str | int, is_rehearsed: bool = True) -> Case:
@@ -76,7 +79,7 @@ def _compare_kernels(dtype: str, group: str, seconds: float, is_rehearsed: bool)
             is_rehearsed=is_rehearsed and kernel in REHEARSED_KERNELS,
         )
         for kernel in KERNELS
-        if group != "others" or kernel not in ("begin_step", "sample", "accept_drafts")
+        if group != "others" or kernel not in ("begin_step", "sample", "describe", "accept_drafts")
     )
 
 
@@ -147,8 +150,8 @@ STAGES = (
         (
             _case("bfloat16", "features:check_bfloat16", 25),
             *(
-                _case(kind, "features:check_kind", 25, kind, is_rehearsed=kind in ("guided", "top_k"))
-                for kind in ("guided", "top_p", "top_k", "typical_p", "sampled", "penalties")
+                _case(kind, "features:check_kind", 25, kind, is_rehearsed=kind in REHEARSED_KINDS)
+                for kind in KINDS
             ),
             _case("adapters", "features:check_tuned", 30, "adapters"),
             _case("soft prompts", "features:check_tuned", 30, "prompts", is_rehearsed=False),

@@ -30,7 +30,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "typical_p": {"sampling": {**SAMPLE, "typical_p": 0.8}},
     "penalties": {"sampling": {**GREEDY, "repetition_penalty": 1.6, "frequency_penalty": 0.5}},
     "sampled": {"sampling": {**SAMPLE, "temperature": 0.6, "min_p": 0.05}},
+    "details": {
+        "sampling": {**SAMPLE, "temperature": 0.8},
+        "details": {"logprobs": True, "ranks": True, "top_n": 5, "raw": True, "input_tokens": True},
+    },
+    "watermark": {"sampling": {**SAMPLE, "watermark_gamma": 0.5, "watermark_delta": 2.0}},
 }
+# Maximum error of log-probabilities in float32.
+TOLERANCE = 1e-3
 
 
 def check_bfloat16(target: Target) -> None:
@@ -68,15 +75,30 @@ def check_kind(target: Target, kind: str) -> None:
     """Compare tokens in float32 with those on the CPU."""
     with written_llama() as config:
         requests = [Request(prompt, NEW_TOKENS, **KINDS[kind]) for prompt in prompts(3, 6, longest=25)]
-        expected = [request.generated for request in answer_on_host(config, requests)]
+        answers = answer_on_host(config, requests)
+        expected = [request.generated for request in answers]
         runner, copies = load_model(target, config), deepcopy(requests)
         runner.reset()
         router = Router(runner, seed=1, depth=2)
         router.run(list(copies))
     target.recorder.check(f"{kind} as on the CPU", [each.generated for each in copies] == expected)
+    if "details" in KINDS[kind]:
+        worst = max(map(compare_details, copies, answers))
+        detail = f"difference of log-probabilities {worst:.2g}"
+        target.recorder.check(f"{kind}: ranks and top tokens as on the CPU", worst <= TOLERANCE, detail)
     paths = {pb.StepPath.Name(response.path) for response in router.responses}
     is_captured = paths <= {"STEP_PATH_PROMPT", "STEP_PATH_GRAPH", "STEP_PATH_UNSPECIFIED"}
     target.recorder.check(f"{kind}: steps are graphs", is_captured, ", ".join(sorted(paths)))
+
+
+def compare_details(mine: Request, other: Request) -> float:
+    """Return the largest difference of log-probabilities, infinite if ranks or top tokens differ."""
+    tops, other_tops = ([pair for top in each.tops for pair in top] for each in (mine, other))
+    if mine.ranks != other.ranks or [token for token, _ in tops] != [token for token, _ in other_tops]:
+        return float("inf")
+    pairs = [*zip(mine.logprobs, other.logprobs, strict=True)]
+    pairs += [(a, b) for (_, a), (_, b) in zip(tops, other_tops, strict=True)]
+    return max((abs(a - b) for a, b in pairs), default=float("inf"))
 
 
 def check_tuned(target: Target, kind: str) -> None:

@@ -33,6 +33,8 @@ from tgis.shard.runner.graph_sizes import MAX_PROMPT_TOKENS, GraphSize
 NUM_ROWS, PROFILED_STEPS, MAX_KERNELS = (1, 64, 256), 8, 24
 # At these numbers of rows, rows with the sampling of most chats are measured beside greedy ones.
 FILTERED, FILTERED_ROWS = {"greedy": False, "top_k": 50, "top_p": 0.9}, (64, 256)
+# At this number, rows with details, as of OpenAI's API, are measured too.
+DETAILS, DETAILED_ROWS = {"logprobs": True, "ranks": True, "top_n": 5, "raw": True}, 64
 NUM_TOKENS = (1, 4, 16, 64, 256)
 NUM_WEIGHTS = 4  # of each product, larger than any cache
 NUM_CALLS = 8
@@ -53,6 +55,8 @@ def measure_decodes(target: Target, name: str) -> None:
         measure_decode(target, runner, name, num_rows, is_captured)
         if name == "8b" and (target.is_rehearsal or num_rows in FILTERED_ROWS):
             measure_decode(target, runner, name, num_rows, is_captured, FILTERED)
+        if name == "8b" and (target.is_rehearsal or num_rows == DETAILED_ROWS):
+            measure_decode(target, runner, name, num_rows, is_captured, details=DETAILS)
         runner.graphs.clear()
 
 
@@ -63,17 +67,19 @@ def measure_decode(
     num_rows: int,
     is_captured: bool,
     sampling: Mapping[str, Any] = {},
+    details: Mapping[str, Any] = {},
 ) -> None:
     shape, (count, num_warm) = target.shape(name), count_steps(target)
     context = 2 * count if target.is_rehearsal else CONTEXT
-    rows = Rows(runner, num_rows, context - count, MAX_NEW, sampling=sampling)
+    rows = Rows(runner, num_rows, context - count, MAX_NEW, sampling=sampling, details=details)
     runner.reset()
     runner.launch(rows.resume()).answer()
     run_steps(runner, rows, num_warm)
     start = time.perf_counter()
     run_steps(runner, rows, count - num_warm)
     wall_s = (time.perf_counter() - start) / (count - num_warm)
-    about = f"{name} decode {num_rows}" + (" with top_k and top_p" if sampling else "")
+    about = f"{name} decode {num_rows}"
+    about += " with top_k and top_p" if sampling else " with details" if details else ""
     key = about + ("" if is_captured else ", eager")
     detail = f"{wall_s * 1e3:.2f} ms a step, {num_rows / wall_s:.0f} tokens/s"
     if name == "0.6b" and num_rows == 1:
@@ -83,7 +89,10 @@ def measure_decode(
     target.recorder.figure(f"{key}: share of {share}", floor / wall_s, "", detail)
     num_steps = num_warm if target.is_rehearsal else PROFILED_STEPS
     record_kernels(target, key, lambda: run_steps(runner, rows, num_steps), num_steps)
-    if is_captured and num_rows == 1 and not sampling:  # measured last, because it changes the rows' tokens
+    # The rest is measured last, because it changes the rows' tokens.
+    if is_captured and details:
+        record_sampling(target, runner, key, num_rows)
+    if is_captured and num_rows == 1 and not sampling and not details:
         idle = max(0.0, 1 - time_graphs(target, runner, num_rows) / wall_s)
         target.recorder.figure("idle between steps" if name == "8b" else f"{key}: idle", idle, "")
 
@@ -98,6 +107,14 @@ def time_graphs(target: Target, runner: DeviceModelRunner, num_rows: int) -> flo
         captured.sample.replay()
 
     return target.time(replay)
+
+
+def record_sampling(target: Target, runner: DeviceModelRunner, key: str, num_rows: int) -> None:
+    """Record the device's time of the last step's sampling, with and without details."""
+    captured = runner.graphs.find(num_rows)
+    assert captured is not None, "it was captured"
+    for about, graph in (("", captured.sample), (" and details", captured.sample_detailed)):
+        target.recorder.figure(f"{key}: sampling{about}", target.time(graph.replay) * 1e6, "us")
 
 
 def measure_prompt(target: Target, name: str) -> None:

@@ -15,7 +15,16 @@ from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, Input, KernelSizes, draw_rows
 from tgis.shard.kernels.cuda.implementations import STATE_KERNELS
-from tgis.shard.kernels.cuda.step_state import Flag, Segments, StagedStep, StepTensors, count_segments
+from tgis.shard.kernels.cuda.step_state import (
+    MAX_TOPS,
+    DetailQuestions,
+    DeviceDetails,
+    Flag,
+    Segments,
+    StagedStep,
+    StepTensors,
+    count_segments,
+)
 from tgis.shard.layers.ops import HeadNorm
 from tgis.shard.memory.state_cache import StateSizes
 
@@ -211,6 +220,20 @@ def _draw_samples(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
         yield f"{num_rows} x {vocab_size}", given
 
 
+def _draw_questions(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    num_tokens, device = 7 if target.is_rehearsal else NUM_ROWS, target.device
+    for vocab_size in group.vocab_sizes:
+        for about in ("", " with ties"):
+            scores = 3 * torch.randn(num_tokens, vocab_size, device=device)
+            numbers = torch.arange(num_tokens, dtype=torch.int32, device=device)
+            queries = torch.stack([numbers, numbers % 21, (numbers % 9 > 0).int()], 1).contiguous()
+            details = DeviceDetails.empty(num_tokens, MAX_TOPS, device)
+            for tensor in details:
+                tensor.zero_()
+            questions = DetailQuestions(scores.round() if about else scores, queries)
+            yield f"{num_tokens} x {vocab_size}{about}", Input((questions, details), results=(1,))
+
+
 def _draw_states(kernel: str, target: Target, dtype: torch.dtype, group: Group) -> Drawn:
     for sizes in (SMALL.states,) if target.is_rehearsal else group.states:
         given = KernelSizes(states=sizes)
@@ -226,6 +249,7 @@ _DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
     "attend_tiles": _draw_all_tiles,
     "gate": _draw_gates,
     "sample": _draw_samples,
+    "describe": _draw_questions,
     "accept_drafts": _draw_accepted,
     **{kernel: partial(_draw_states, kernel) for kernel in sorted(STATE_KERNELS)},
 }

@@ -162,14 +162,18 @@ def test_clients_get_the_same_output_without_drafts(tokenizer: Tokenizer, num_bl
         assert drafted.events == plain.events
         assert any(events[-1].reason is StopReason.STOP_SEQUENCE for events in plain.events) == bool(stop)
         scheduler, model = drafted.engine.scheduler, drafted.link.model
-        assert drafted.count("tgi_speculation_drafted_tokens") == scheduler.num_drafts == model.num_proposed
-        accepted = drafted.count("tgi_speculation_accepted_tokens")
+        assert (
+            drafted.count("tgi_speculation_drafted_tokens_total")
+            == scheduler.num_drafts
+            == model.num_proposed
+        )
+        accepted = drafted.count("tgi_speculation_accepted_tokens_total")
         num_tokens = sum(map(len, plain.events))
         # The shards do not see stop sequences, so the router drops right drafts that follow one.
         assert accepted == model.num_right if not stop else 0 < accepted <= model.num_right
         assert math.ceil(num_tokens / 4) < accepted < scheduler.num_drafts
         assert (scheduler.num_preemptions > 0) == (num_blocks == 24)
         assert scheduler.pool.num_used == 0
-        assert plain.count("tgi_speculation_drafted_tokens") == 0
+        assert plain.count("tgi_speculation_drafted_tokens_total") == 0
         if num_blocks == 200:
             assert drafted.link.num_steps < plain.link.num_steps

@@ -136,6 +136,33 @@ def test_a_tokens_bits_depend_neither_on_cuts_nor_on_company(sizes: StateSizes) 
         assert torch.equal(torch.cat([first, second]), whole)
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_states_after_drafts_have_places_of_their_own(platform: str, sizes: StateSizes) -> None:
+    torch.manual_seed(5)
+    mixer, inputs, kernels = draw_mixer(sizes), draw_inputs(sizes, 9), PLATFORMS[platform]
+    cache, alone = open_states(mixer), open_states(mixer)
+    before = [take(inputs, slice(3)), take(inputs, slice(3, 5))]
+    for each in (cache, alone):
+        mix(kernels, mixer, each, [(2, before[0]), (4, before[1])])
+    kept = cache.memory.clone()
+    # Three tokens with drafts after them, an empty sequence, and two tokens of a prompt.
+    places, targets = torch.tensor([2, 0, 4]), torch.tensor([7, 8, 6, 4, 4])
+    states = StepStates(cache, places, torch.tensor([0, 3, 3, 5]), targets=targets)
+    inputs = take(inputs, slice(4, 9))
+    y = kernels.mix_delta(*inputs, mixer, LAYER, states)
+    expected = []
+    for token, place in enumerate((7, 8, 6)):
+        [row] = mix(kernels, mixer, alone, [(2, take(inputs, slice(token, token + 1)))])
+        expected.append(row)
+        assert torch.equal(cache.memory[place], alone.memory[2])
+    [rest] = mix(kernels, mixer, alone, [(4, take(inputs, slice(3, 5)))])
+    assert torch.equal(y, torch.cat([*expected, rest]))
+    assert torch.equal(cache.memory[4], alone.memory[4])
+    for place in (0, 1, 2, 3, 5):
+        assert torch.equal(cache.memory[place], kept[place])
+
+
 def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(4)
     sizes = SIZES[2]

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from tests.support import plain_sampling
+from tests.support.cuda.runners import ENGINES
 from tests.support.plain_sampling import Row, single
 from tests.support.shard import other_device
 from tests.support.shard.checkpoints import write_llama
@@ -49,9 +50,9 @@ def either(request: pytest.FixtureRequest, directory: Path) -> ModelRunner:
     return load(configure(directory, dtype=request.param))
 
 
-@pytest.fixture(scope="module")
-def runner(directory: Path) -> ModelRunner:
-    return load(configure(directory))
+@pytest.fixture(scope="module", params=["host", "captured", pytest.param("late", marks=pytest.mark.slow)])
+def runner(request: pytest.FixtureRequest, directory: Path) -> ModelRunner:
+    return ENGINES[request.param](configure(directory))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,12 +27,13 @@ from tests.support.shard.messages import (
     open_row,
     rows_of_tokens,
 )
+from tests.support.shard.proposers import ProposerInShard
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import ShardConfig
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.model_runner import HostModelRunner
-from tgis.shard.runner.row_table import Integers, RowLimits, RowTable, TokenIds
+from tgis.shard.runner.row_table import RowLimits, RowTable
 from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403
@@ -63,23 +63,6 @@ GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
 BUDGET = """%llguidance {"no_forcing": true}
 start: thoughts <[300]> /[a-z ]*/
 thoughts[max_tokens=7]: /(?s:.*)/"""
-
-
-class ProposerInShard:
-    """Propose the tokens that the rows will generate, with one wrong token of four."""
-
-    def __init__(self) -> None:
-        self.truths: list[list[int]] = []
-        self.num_proposed = 0
-
-    def propose(self, rows: Integers, token_ids: Sequence[TokenIds], max_drafts: Integers) -> list[TokenIds]:
-        proposed = []
-        for known, limit in zip((ids.tolist() for ids in token_ids), max_drafts.tolist(), strict=True):
-            (truth, *_) = (truth for truth in self.truths if truth[: len(known)] == known)
-            ids = [7 if place % 4 == 0 else truth[place] for place in range(len(known), len(truth))]
-            proposed.append(np.array(ids[:limit], np.int32))
-        self.num_proposed += sum(map(len, proposed))
-        return proposed
 
 
 @pytest.fixture(scope="module")

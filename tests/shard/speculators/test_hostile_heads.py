@@ -25,9 +25,13 @@ from tests.support.shard.speculator_scene import (
 )
 from tests.support.shard.speculators import make_medusa, make_mlp
 from tgis.hub.model_files import read_json
+from tgis.shard.checkpoint.tensors import Stored
+from tgis.shard.quant.interface import MatrixRole, Rounder
+from tgis.shard.quant.schemes.int8 import Int8
+from tgis.shard.quant.schemes.portable_rounder import PORTABLE
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.speculators.interface import Served, SpeculatorError
-from tgis.shard.speculators.registry import DraftCache, find_cache, load_speculator
+from tgis.shard.speculators.registry import DraftCache, count_bytes, find_cache, load_speculator
 from tgis.shard.startup.load import load, prepare
 
 Tensors = dict[str, torch.Tensor]
@@ -135,6 +139,49 @@ def test_the_cache_is_known_before_weights_are_read(base: Base, kind: str, tmp_p
     spec, state_bytes = cache.spec, 4 * (0 if kind == "draft model" else model.spec.hidden_size)
     num_elements = 2 * spec.num_layers * 8 * spec.num_kv_heads * spec.head_dim
     assert cache.count_bytes(8, torch.float32) == 4 * num_elements + state_bytes
+
+
+class CountingScheme(Int8):
+    """Scheme that counts the bytes of the matrices, of which those that are not rounded take 2 each."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0.0
+
+    def encode(
+        self,
+        role: MatrixRole,
+        stored: Stored,
+        rounder: Rounder = PORTABLE,
+        importance: torch.Tensor | None = None,
+    ) -> Stored:
+        encoded = super().encode(role, stored, rounder, importance)
+        layout = encoded.layout()
+        num_elements = encoded.shape[0] * encoded.shape[1]
+        self.num_bytes += num_elements * (2 if layout is None else layout.bytes_per_weight)
+        return encoded
+
+
+@pytest.mark.parametrize("kind", ["mlp", "medusa", "eagle", "eagle3"])
+def test_rounded_heads_are_counted_at_their_stored_size(base: Base, kind: str, tmp_path: Path) -> None:
+    _, name, _ = write(kind, base, tmp_path / "heads")
+    model = load(configure(base.directory)).model
+    served = Served(base.directory, read_json(base.directory, "config.json"), base.directory, 192)
+    scheme = CountingScheme()
+    load_speculator(name, model, served, torch.bfloat16, scheme)
+    # The matrix that projects several states is read once for each of them.
+    fc = load_file(tmp_path / "heads" / "model.safetensors")["fc.weight"].numel() if kind == "eagle3" else 0
+    assert count_bytes(name, 2, scheme) == int(scheme.num_bytes) - 2 * 2 * fc
+    assert count_bytes(name, 2) > count_bytes(name, 2, scheme)
+
+
+def test_the_start_reports_kind_drafts_and_size(
+    base: Base, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, name, _ = write("eagle3", base, tmp_path / "heads")
+    with caplog.at_level("INFO"):
+        load(configure(base.directory, speculator=name))
+    (line,) = (each for each in caplog.messages if each.startswith("loaded the speculator"))
+    assert f"{name} (eagle3): it drafts at most 5 tokens, its weights take " in line
 
 
 def negate(x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.speculators.interface import SpeculatorError
 from tgis.shard.startup.load import load
 
-CASES = [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "mimo")) for kind in CONFIGS]
+FAST = ("mimo", "qwen3_next")
+CASES = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in FAST)) for kind in CONFIGS]
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -38,9 +39,10 @@ def test_proposals_are_those_of_transformers_and_outputs_do_not_change(kind: str
 
 
 @pytest.mark.slow
-def test_ranks_propose_the_same(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", FAST)
+def test_ranks_propose_the_same(kind: str, ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks sum in another order than one, so their outputs are compared with their own."""
-    write_mtp(tmp_path, "mimo")
+    write_mtp(tmp_path, kind)
     [(generated, digests), (_, theirs)] = ranks.run(2, draft_on_rank, tmp_path, Path("mtp"), make_requests())
     assert digests == theirs
     [(served, _), _] = ranks.run(2, serve, tmp_path, 1, [[*make_requests()]], 16)
@@ -68,7 +70,8 @@ def set_values(**values: Any) -> Callable[[Path], None]:
     return lambda directory: change_config(directory, **values)
 
 
-NONE = "the checkpoint has no heads for multi-token prediction: num_nextn_predict_layers is "
+ABSENT = "the checkpoint has no heads for multi-token prediction: "
+NONE, NONE_QWEN = f"{ABSENT}num_nextn_predict_layers is ", f"{ABSENT}mtp_num_hidden_layers is "
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "none": (set_values(num_nextn_predict_layers=0), f"{NONE}0"),
     "no number": (set_values(num_nextn_predict_layers=None), f"{NONE}None"),
@@ -99,3 +102,30 @@ def test_heads_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
             load(configure(tmp_path, speculator="mtp"))
         assert text in str(error.value)
         assert str(error.value).startswith("--speculator mtp: ")
+
+
+def drop_heads(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: x for name, x in tensors.items() if not name.startswith("mtp.")}
+    save_file(kept, directory / "model.safetensors", {"format": "pt"})
+
+
+QWEN_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "none": (set_values(mtp_num_hidden_layers=0), f"{NONE_QWEN}0"),
+    "several": (set_values(mtp_num_hidden_layers=2), "mtp_num_hidden_layers 2 of the configuration"),
+    "embedding": (
+        set_values(mtp_use_dedicated_embeddings=True),
+        "mtp_use_dedicated_embeddings True of the configuration is not supported",
+    ),
+    "missing": (drop_heads, "mtp.pre_fc_norm_embedding.weight is missing"),
+}
+
+
+@pytest.mark.parametrize("fault", QWEN_FAULTS)
+def test_heads_of_qwen_that_cannot_be_used_are_refused(fault: str, tmp_path: Path) -> None:
+    change, text = QWEN_FAULTS[fault]
+    write_mtp(tmp_path, "qwen3_5_text")
+    change(tmp_path)
+    with pytest.raises(SpeculatorError) as error:
+        load(configure(tmp_path, speculator="mtp"))
+    assert text in str(error.value)

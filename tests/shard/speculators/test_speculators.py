@@ -1,12 +1,13 @@
 """Compares speculators with plain models of them over transformers' states, and checks that they change no
 output."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.support.shard.drafting import DraftingRouter, draft_on_rank
 from tests.support.shard.driver import Request, Router, configure
@@ -34,6 +35,8 @@ from tests.support.shard.tuned import Tuned
 from tgis.prompts.lora_files import read_adapter_files
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.runner.model_runner import HostModelRunner
+from tgis.shard.runner.proposers.graph_stages import GraphStages
+from tgis.shard.runner.proposers.speculator import SpeculatorProposer
 from tgis.shard.speculators.interface import SpeculatorError
 from tgis.shard.startup.load import load
 
@@ -76,12 +79,41 @@ def test_proposals_are_the_plain_models_and_outputs_do_not_change(
     recorder = Recorder(runner)
     router = check_outputs(runner, base)
     assert (router.num_right > 30) or kind not in LIKELY
+    stages = runner._speculator._run  # type: ignore[union-attr]
+    assert stages.find_graph(1, 1) is not None, "proposals are replayed as kernel graphs"
     assert all(proposed or len(known) == 1 for known, proposed in recorder.proposed)
     for known, proposed in recorder.proposed:
         if not proposed:
             continue
         (text, *_) = (text for text in base.texts if text.token_ids[: len(known)] == known)
         assert proposed == heads.propose(text.states[len(known) - 2], known[-1], len(proposed))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_replayed_stages_have_the_same_bits(base: Base, kind: str, tmp_path: Path) -> None:
+    runner = load_runner(base, MAKERS[kind](base), tmp_path / "speculator")
+    proposer = runner._speculator
+    assert isinstance(proposer, SpeculatorProposer)
+    speculator, replay = proposer._speculator, GraphStages()
+    captured = []
+
+    def run(stage: int, compute: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> Sequence[Tensor]:
+        expected = [x.clone() for x in compute(*inputs)]
+        outputs = replay(stage, compute, *inputs)
+        for x, y in zip(outputs, expected, strict=True):
+            assert torch.equal(x, y)
+        captured.append(replay.find_graph(stage, len(inputs[0])))
+        return outputs
+
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for count in (1, 3, 1, 2, 3):
+            states, ids = torch.randn(count, 64), torch.randint(VOCAB_SIZE, (count,))
+            for number in (speculator.num_tokens, 1):
+                proposed = speculator.propose(states, ids, number, run)
+                assert torch.equal(proposed, speculator.propose(states, ids, number))
+    assert captured
+    assert None not in captured
 
 
 @pytest.mark.parametrize("kind", ["mlp", "medusa"])

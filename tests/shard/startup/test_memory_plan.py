@@ -162,6 +162,16 @@ def test_states_take_half_of_the_cache_or_what_the_blocks_leave() -> None:
     assert count_states(Demand(16, 100, 4, None), 10, 10**6) == 0
 
 
+def test_states_for_drafts_are_taken_first() -> None:
+    demand = Demand(16, 100, 4, None, state_bytes=5, num_spare_states=3)
+    assert [count_states(demand, 10, share) for share in (30, 39, 40, 10**6)] == [0, 0, 1, 8]
+    assert [count_blocks(demand, 10, share) for share in (40, 100, 400)] == [2, 5, 28]
+    large = Demand(16, 100, 4, None, state_bytes=4 * MIB, num_spare_states=3)
+    check_blocks(large, 7, MIB, MemoryBudget(128 * MIB, 0, 1))
+    with pytest.raises(CacheTooSmallError, match=r"for states, of which the speculator needs 12\.00 MiB"):
+        check_blocks(large, 7, MIB, MemoryBudget(124 * MIB, 0, 1))
+
+
 def test_a_cache_without_room_for_a_state_is_refused() -> None:
     demand = Demand(16, 100, 4, None, state_bytes=4 * MIB)
     check_blocks(demand, 7, MIB, MemoryBudget(32 * MIB, 0, 1))

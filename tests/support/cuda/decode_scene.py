@@ -9,7 +9,16 @@ from torch import Tensor
 
 from tgis.shard.kernels.cuda.attention import CudaAttention, CudaPlan
 from tgis.shard.kernels.cuda.implementations import Implementations
-from tgis.shard.kernels.cuda.step_state import STATE_CHUNK, Segments, StagedStep, StepTensors, Word
+from tgis.shard.kernels.cuda.step_state import (
+    MAX_TOPS,
+    STATE_CHUNK,
+    DetailQuestions,
+    DeviceDetails,
+    Segments,
+    StagedStep,
+    StepTensors,
+    Word,
+)
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import StepInputs
@@ -34,6 +43,7 @@ class Bucket:
     tensors: StepTensors
     logits: Tensor  # float32 [num_rows, vocab_size]
     answers: Tensor  # int32 [num_rows, 2]
+    details: DeviceDetails
 
 
 class DecodeScene:
@@ -74,7 +84,13 @@ class DecodeScene:
         def sample() -> None:
             self._kernels.sample(bucket.logits, self.rows, bucket.staged.sampled_rows, bucket.answers)
 
-        return StepParts(forward, sample)
+        def sample_detailed() -> None:
+            questions = DetailQuestions.empty(*bucket.logits.shape, CPU)
+            args = bucket.logits, self.rows, bucket.staged.sampled_rows, bucket.answers
+            self._kernels.sample(*args, questions)
+            self._kernels.describe(questions, bucket.details)
+
+        return StepParts(forward, sample, sample_detailed)
 
     def bucket(self, num_rows: int) -> Bucket:
         if num_rows not in self._buckets:
@@ -138,6 +154,8 @@ class DecodeScene:
             Word.ENDED: 0,
             Word.LAST_TOKEN: token_id,
             Word.GREEDY: self._rng.randrange(2),
+            Word.DETAILS: (row + 1) % 3,
+            Word.TOP_N: row,
             Word.SEED_LOW: self._rng.randrange(1000),
             Word.IS_LONG: self._rng.randrange(2),
         }
@@ -185,4 +203,5 @@ def new_bucket(num_rows: int, vocab_size: int) -> Bucket:
     )
     tensors = StepTensors.empty(num_rows, num_rows, num_rows, CPU)
     logits = torch.full((num_rows, vocab_size), torch.nan)
-    return Bucket(staged, tensors, logits, integers(num_rows, 2))
+    details = DeviceDetails(integers(num_rows, 2 + MAX_TOPS), torch.full((num_rows, 1 + MAX_TOPS), -7.0))
+    return Bucket(staged, tensors, logits, integers(num_rows, 2), details)

@@ -1,6 +1,7 @@
 """Model runners on a late device."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -13,6 +14,7 @@ from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.graph_sizes import graph_sizes
+from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.startup.load import load
@@ -38,6 +40,13 @@ def load_captured(
     prompt_tokens = 0 if runner.model.spec.is_encoder_decoder else config.max_step_tokens
     runner.graphs.capture(graph_sizes(None, config.max_batch_size, prompt_tokens))
     return runner
+
+
+ENGINES: dict[str, Callable[[ShardConfig], ModelRunner]] = {
+    "host": load,
+    "late": load_late,
+    "captured": load_captured,
+}
 
 
 def move(

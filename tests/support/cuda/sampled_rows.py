@@ -13,7 +13,7 @@ from tests.support.plain_sampling import single
 from tests.support.shard.messages import GREEDY, NOTHING, SAMPLE, floats, integers, make_bias, open_row
 from tgis.pb import shard_pb2 as pb
 from tgis.sampling_parameters import SHARED
-from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, Flag, RowState, Word
+from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, Flag, RowState, Wanted, Word
 from tgis.shard.runner.row_table import RowLimits, RowTable
 from tgis.shard.sampling import sampler
 
@@ -94,6 +94,7 @@ def make_state(num_rows: int, vocab_size: int) -> RowState:
         biases=table(MAX_BIASES, torch.nan, torch.float32),
         token_counts=table(vocab_size, dtype=torch.int16),
         masks=table(-(-vocab_size // 32), 0),
+        greens=table(-(-vocab_size // 32), 0),
         dummy_slot=POISON,
     )
     state.words[-1, Word.ENDED] = 1
@@ -125,6 +126,10 @@ def write_row(state: RowState, message: pb.OpenRow) -> None:
         Word.MIN_NEW_TOKENS: min(sampling.min_new_tokens, INT32_MAX),
         Word.IS_GUIDED: 0,
         Word.MUST_END: 0,
+        Word.DETAILS: int(find_wanted(message)),
+        Word.TOP_N: message.details.top_n,
+        Word.WATERMARK_GAMMA: bits(sampling.watermark_gamma),
+        Word.WATERMARK_DELTA: bits(sampling.watermark_delta),
     }
     for parameter in SHARED:
         is_off = parameter.random_only and sampling.greedy
@@ -137,6 +142,13 @@ def write_row(state: RowState, message: pb.OpenRow) -> None:
     state.biases[row, : len(bias_ids)] = torch.tensor(floats(sampling.biases))
     prompt, generated = token_ids[: message.prompt_len], token_ids[message.prompt_len :]
     state.token_counts[row] = torch.tensor(count(prompt, generated, state.token_counts.shape[1]))
+
+
+def find_wanted(message: pb.OpenRow) -> Wanted:
+    details = message.details
+    if details.logprobs or details.ranks or details.top_n:
+        return Wanted.RAW if details.raw else Wanted.FINAL
+    return Wanted.NOTHING
 
 
 def count(prompt: Sequence[int], generated: Sequence[int], vocab_size: int) -> list[int]:

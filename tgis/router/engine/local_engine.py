@@ -129,9 +129,13 @@ def _open_proposer(
     if not max_drafts:
         return None
     if info.max_drafts:
-        return ShardDrafts(min(max_drafts, info.max_drafts), budget.predict)
+        max_rows = info.max_drafting_rows or None
+        return ShardDrafts(min(max_drafts, info.max_drafts), budget.predict, max_rows)
     if info.num_states:
-        logger.warning("--speculate has no effect: the model keeps a state, which drafts cannot roll back")
+        logger.warning(
+            "--speculate has no effect without --speculator: the model keeps a state, which only drafts of a "
+            "speculator roll back"
+        )
         return None
     return PromptLookup(max_drafts, budget.predict)
 

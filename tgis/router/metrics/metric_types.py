@@ -44,16 +44,23 @@ class _Followed(NamedTuple):
 
 
 class Counter:
-    """Counter, exposed as `name` for TGIS's dashboards and as `name_total` for Prometheus."""
+    """Counter, exposed as `name` for TGIS's dashboards, unless it has only a total, and as `name_total` for
+    Prometheus."""
 
     kind = "counter"
 
     def __init__(
-        self, name: str, help: str, label_names: Labels = (), storage: Storage | None = None
+        self,
+        name: str,
+        help: str,
+        label_names: Labels = (),
+        storage: Storage | None = None,
+        has_bare_name: bool = True,
     ) -> None:
         self.name = name
         self.help = help
         self.label_names = label_names
+        self.has_bare_name = has_bare_name
         self._storage = MemoryStorage() if storage is None else storage
         self._key = SeriesKey(name, self.kind, 1)
         self._cells: dict[Labels, Cells] = {}
@@ -100,7 +107,7 @@ class Counter:
         for labels, value in self.values().items():
             bare.add_metric(labels, value)
             total.add_metric(labels, value)
-        return [bare, total]
+        return [bare, total] if self.has_bare_name else [total]
 
 
 class Histogram:

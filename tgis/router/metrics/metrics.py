@@ -204,8 +204,8 @@ class Metrics(SeriesRegistry):
         self.steps_by_path = self._counter(
             "tgi_steps_by_path",
             "Steps that GPUs computed: as CUDA graphs (graph); kernel by kernel, because of a prompt, the "
-            "batch size, the model, an adapter or drafts; or with sampling on the host, because of a "
-            "watermark (filters), details or long lists (of stop token ids or biases)",
+            "batch size, the model, an adapter or drafts; or with sampling on the host, because of many top "
+            "tokens (details) or long lists (of stop token ids or biases)",
             "path",
         )
 
@@ -320,12 +320,12 @@ class Metrics(SeriesRegistry):
         self.preemptions = self._counter(
             "tgi_preemptions", "Inputs put back into the queue for lack of cache blocks"
         )
-        self.drafts = self._counter("tgi_speculation_drafted_tokens", "Computed draft tokens")
-        self.accepted_drafts = self._counter("tgi_speculation_accepted_tokens", "Accepted draft tokens")
-        self.drafted_rows = self._counter(
+        self.drafts = self._total("tgi_speculation_drafted_tokens", "Computed draft tokens")
+        self.accepted_drafts = self._total("tgi_speculation_accepted_tokens", "Accepted draft tokens")
+        self.drafted_rows = self._total(
             "tgi_speculation_drafts", "Sequences of draft tokens, at most one per input and step"
         )
-        self.accepted_by_position = self._counter(
+        self.accepted_by_position = self._total(
             "tgi_speculation_accepted_tokens_by_position",
             "Accepted draft tokens by their position after the last token, from 0",
             "position",

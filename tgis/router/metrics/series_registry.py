@@ -58,6 +58,10 @@ class SeriesRegistry:
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return self._add(Counter(name, help, labels, self.storage))
 
+    def _total(self, name: str, help: str, *labels: str) -> Counter:
+        """Add a counter that is exposed as `name_total` only, because TGIS had none like it."""
+        return self._add(Counter(name, help, labels, self.storage, has_bare_name=False))
+
     def _gauge(self, name: str, help: str, combine: Combine = sum) -> Gauge:
         return self._add(Gauge(name, help, combine))
 

@@ -49,9 +49,8 @@ class Scheduler:
         """Create a scheduler without sequences. Sequences of more than `rope_switch_len` tokens are computed
         differently from their first token on; 0 means that the model has no such length. Without a
         `proposer`, there is no speculation. With `reserves_output`, a sequence takes the blocks for its
-        maximum length at admission, so that only a crash suspect can preempt it. There must be no
-        proposer if the pool has states."""
-        assert proposer is None or pool.states is None, "states cannot be rolled back"
+        maximum length at admission, so that only a crash suspect can preempt it. If the
+        pool has states, the proposer leaves drafts to the shards, which roll the states back."""
         self.pool = pool
         self._proposer = proposer
         self._rope_switch_len = rope_switch_len

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,13 @@ class Checkpoint:
         self._heights[name] = tensor.shape[0] if tensor.shape else 1
         return tensor
 
-    def count_elements(self, format: Format | None) -> int:
-        """Count the elements of all matrices from the file headers. Files without a header are ignored.
-        Raises WeightsError."""
+    def count_elements(
+        self, format: Format | None, is_counted: Callable[[str], bool] = lambda name: True
+    ) -> int:
+        """Count the elements of all matrices, or of those whose names are counted, from the file headers.
+        Files without a header are ignored. Raises WeightsError."""
         names_in: dict[str, list[str]] = {}
-        for name, file in self._file_of.items():
+        for name, file in filter(lambda entry: is_counted(entry[0]), self._file_of.items()):
             names_in.setdefault(file, []).append(name)
         total = 0
         for file, names in names_in.items():

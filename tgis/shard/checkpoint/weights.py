@@ -1,6 +1,7 @@
 """Finds checkpoint tensors by the model's module paths, and reads only the requested slices. A family's table
 maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `adjacent_pairs`,
-`rotated_first`, `part_of_head`, `by_group`, `interleaved`, `expert`, `by_layer`, `at_layer` or `first_of`."""
+`rotated_first`, `part_of_head`, `by_group`, `interleaved`, `expert`, `by_layer`, `at_layer`, `moved` or
+`first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,9 +107,12 @@ class Lookup:
     expert: str
     end: str  # "weight" or "bias"
     is_transposed: bool = False  # the checkpoint stores matrices as [in_features, out_features]
+    moved: tuple[str, str] = ("", "")  # leading part of names, and what replaces it
 
     def fetch(self, name: str, entry: int | None = None) -> Stored:
         """Return the tensor of a checkpoint module, or one of its entries. Raises WeightsError."""
+        before, after = self.moved
+        name = after + name.removeprefix(before) if name.startswith(before) else name
         module = name.format(i=self.layer, e=self.expert)
         return self.modules.find(module, self.end, entry, self.is_transposed)
 
@@ -252,6 +256,11 @@ def by_layer(choose: Callable[[int], Source]) -> Source:
 def at_layer(layer: int, source: Source) -> Source:
     """Use the source of the layer with that number."""
     return lambda lookup: replace(lookup, layer=str(layer)).find(source)
+
+
+def moved(source: Source, before: str, after: str) -> Source:
+    """Use the source with names that begin with `after` instead of `before`."""
+    return lambda lookup: replace(lookup, moved=(before, after)).find(source)
 
 
 def first_of(source: Source, *others: Source) -> Source:

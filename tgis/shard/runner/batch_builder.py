@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.interface import Attention, AttentionPlan, StepLayout
-from tgis.shard.memory.state_cache import StateCache, StepStates
+from tgis.shard.memory.state_cache import DraftedStates, StateCache, StepStates
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.columns import NOT_WANTED, read_column
 from tgis.shard.runner.proposer import DraftProposer, merge_proposed
@@ -173,6 +173,8 @@ class BatchBuilder:
     ) -> Work:
         """Return work on drafts from the shard's proposer and from the router."""
         assert self._proposer is not None, "the router requested drafts of a shard without a proposer"
+        if self.states is not None:
+            max_drafts = self.states.limit_drafts(max_drafts)
         at = max_drafts.nonzero()[0]
         lengths = zip(rows[at].tolist(), self.table.lengths[rows[at]].tolist(), strict=True)
         token_ids = [self.table.token_ids[row, :length] for row, length in lengths]
@@ -214,16 +216,29 @@ class BatchBuilder:
             self._find_long(row) if self.table.limits.rope_switch_len else None,
             self.table.row_adapters.virtual_tokens("decoder", rows, starts, layout.begins),
             self.table.row_adapters.token_adapters(rows, layout.sequence),
-            None if self.states is None else self._step_states(self.states, rows, starts, layout),
+            None if self.states is None else self._step_states(self.states, rows, starts, ends, layout),
         )
 
     def _step_states(
-        self, states: StateCache, rows: Integers, starts: Integers, layout: Layout
+        self, states: StateCache, rows: Integers, starts: Integers, ends: Integers, layout: Layout
     ) -> StepStates:
-        numbers = [self.table.rows["state_slot"][rows], layout.begins]
-        if states.shape.chunk:
-            numbers.append(starts)
-        return StepStates(states, *(self._tensor(each, np.int64) for each in numbers))
+        slots = self.table.rows["state_slot"][rows]
+        places, begins = states.places[slots], layout.begins
+        if not len(states.spares):
+            first = self._tensor(starts, np.int64) if states.shape.chunk else None
+            return StepStates(states, self._tensor(places, np.int64), self._tensor(begins, np.int64), first)
+        targets, drafted = places[layout.sequence], None
+        some = (ends > self.table.lengths[rows]).nonzero()[0]
+        if len(some):
+            at = np.isin(layout.sequence, some).nonzero()[0]
+            targets[at] = states.spares[: len(at)]
+            counts = (ends - starts)[some]
+            drafted = DraftedStates(rows[some], slots[some], starts[some], counts.cumsum() - counts)
+            # A captured step has as many sequences as tokens. The others are empty.
+            num_empty = len(targets) - len(rows)
+            places, begins = np.pad(places, (0, num_empty)), np.pad(begins, (0, num_empty), "edge")
+        tensors = [self._tensor(each, np.int64) for each in (places, begins, targets)]
+        return StepStates(states, tensors[0], tensors[1], None, tensors[2], drafted)
 
     def _find_long(self, row: Integers) -> Tensor | None:
         is_long = self.table.rows["opened_len"][row] > self.table.limits.rope_switch_len  # [num_tokens]

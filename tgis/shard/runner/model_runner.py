@@ -12,7 +12,7 @@ from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.memory.state_cache import StateCache
+from tgis.shard.memory.state_cache import StateCache, StepStates
 from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import Batch, BatchBuilder, Work
 from tgis.shard.runner.columns import read_column
@@ -22,6 +22,8 @@ from tgis.shard.runner.proposer import FollowedWork, FollowingProposer
 from tgis.shard.runner.row_table import Booleans, Integers, RowTable
 from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import Guides
+
+NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class HostModelRunner:
         self._table = builder.table
         self._guides = guides
         self._speculator = speculator
+        self._recomputed = NO_ROWS  # rows of the present step that were computed again without drafts
         self._is_answering = info.rank == 0
         self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)
 
@@ -79,6 +82,7 @@ class HostModelRunner:
         failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
         encoder_inputs = self._builder.pack_encoder(request.opened_rows)
         batch = self._builder.pack(request)
+        self._recomputed = NO_ROWS
         with torch.inference_mode():
             if encoder_inputs is not None:
                 assert isinstance(self.model, EncodingModel), "encoder inputs for a model without an encoder"
@@ -86,9 +90,24 @@ class HostModelRunner:
             if batch is not None:
                 self._compute_batch(batch, request, response)
         if states is not None:
-            states.copy_all(list_saves(request, self._table))
+            sources = {} if batch is None else self._keep_states(batch.inputs.states)
+            states.copy_all(list_saves(request, self._table), sources)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
+
+    def _keep_states(self, states: StepStates | None) -> dict[int, int]:
+        """Keep the states after the accepted drafts of a step. Return the places in memory of the states
+        before the drafts, by slot."""
+        if states is None or states.drafted is None:
+            return {}
+        is_kept = ~np.isin(states.drafted.rows, self._recomputed)
+        rows, slots, starts, spares = (each[is_kept] for each in states.drafted)
+        cache = states.cache
+        firsts = dict(zip(slots.tolist(), cache.spares[spares].tolist(), strict=True))
+        # The newest token has no state yet. Rows for which no token was sampled have ended.
+        num_accepted = np.maximum(self._table.lengths[rows] - starts - 2, 0)
+        cache.accept(slots, spares + num_accepted)
+        return firsts
 
     def _find_followed(self, request: pb.StepRequest, work: Work) -> Booleans:
         """Return bool [num_seqs], True for the sequences that the speculator follows in a step."""
@@ -130,6 +149,7 @@ class HostModelRunner:
             speculator.follow(followed, states, adapters)
 
     def _compute(self, rows: Integers) -> Outputs:
+        self._recomputed = rows
         return self.forward(self._builder.pack_work(self._builder.find_last(rows)), is_tapped=False)
 
 

@@ -7,6 +7,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+# A list of top tokens has at most this times as many tokens as requested, if scores are equal.
+MAX_TIES = 4
+
 
 @dataclass(frozen=True)
 class InputSpan:
@@ -75,8 +78,8 @@ def compute_details(scores: Tensor, token_ids: Tensor, top_n: npt.NDArray[np.int
 def _find_best(
     scores: Tensor, top_n: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the rows and ids, ascending, of scores not below the n-th highest of a row, at most 4n per
-    row."""
+    """Return the rows and ids, ascending, of scores not below the n-th highest of a row, at most
+    MAX_TIES * n per row."""
     if not top_n.any():
         return np.empty(0, np.int64), np.empty(0, np.int64)
     last = np.clip(top_n, 1, scores.shape[-1]) - 1  # [n]
@@ -87,5 +90,5 @@ def _find_best(
     rows = matches[:, 0]
     ids = matches[:, 1]
     index_in_row = np.arange(len(rows)) - np.searchsorted(rows, rows)
-    inside = index_in_row < 4 * top_n[rows]
+    inside = index_in_row < MAX_TIES * top_n[rows]
     return rows[inside], ids[inside]

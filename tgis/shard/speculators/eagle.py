@@ -2,6 +2,7 @@
 their authors, vLLM and SGLang publish them. Layers read a projection of a token's embedding and of the served
 model's final state before it, and predict the final state after it, which the model's own head scores."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from tgis.shard.speculators.draft_head import FIRST_KEY, HeadLayers, open_embedd
 NAME = "eagle"
 FILES = MODEL_FILES
 PREFIX = "model."
+UNROUNDED = re.compile(r"(?:^|\.)(?:fc|embed_tokens)\.")
 NUM_TOKENS = 5
 
 

@@ -2,6 +2,7 @@
 Training-Time Test", 2025), as their authors, vLLM and SGLang publish them. One layer, whose attention reads a
 token's embedding beside the state before it. The served model's state is a projection of three inner ones."""
 
+import re
 from dataclasses import replace
 
 import torch
@@ -31,6 +32,7 @@ from tgis.shard.speculators.draft_head import FIRST_KEY, HeadLayers, open_embedd
 NAME = "eagle3"
 FILES = MODEL_FILES
 PREFIX = "model."
+UNROUNDED = re.compile(r"(?:^|\.)(?:fc|embed_tokens)\.")
 NUM_TOKENS = 5
 NUM_TAPS = 3
 

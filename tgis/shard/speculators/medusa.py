@@ -1,8 +1,10 @@
 """Medusa heads (Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
 Heads", 2024). Head i predicts the token i + 1 places after the last one from the model's last state alone."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.ops import Kernels, Parts, Product
 from tgis.shard.models.config_reader import Config, integer, refuse_others
 from tgis.shard.models.interface import SpeculativeModel
+from tgis.shard.speculators.interface import StageRunner, run_stage
 
 NAME = "medusa"
 FILES = (
@@ -21,6 +24,7 @@ FILES = (
     *MODEL_FILES,
 )
 PREFIX = "medusa_heads."
+UNROUNDED = re.compile(r"\.linear\.|(?:^|\.)blocks\.")
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,23 @@ class Medusa:
     def num_tokens(self) -> int:
         return len(self._heads)
 
-    def propose(self, states: Tensor, token_ids: Tensor, num_tokens: int) -> Tensor:
-        heads = self._heads[:num_tokens]
+    def propose(
+        self, states: Tensor, token_ids: Tensor, num_tokens: int, run: StageRunner = run_stage
+    ) -> Tensor:
+        scores = run(num_tokens, partial(self._score, self._heads[:num_tokens]), states)
+        if len(scores) == 1:
+            return scores[0].argmax(-1).view(len(states), num_tokens)
+        return torch.stack([each.argmax(-1) for each in scores], 1)
+
+    def _score(self, heads: Sequence[Head], states: Tensor) -> list[Tensor]:
+        """Return the scores of each head, or those of all heads of the first row, then of the second, and so
+        on."""
         outputs = [self._run_blocks(head, states) for head in heads]
         if heads[0].score is None:  # the model's head runs once for all
-            scores = self._model.scores(torch.cat(outputs))  # [num_tokens * n, vocab_size]
-            return scores.argmax(-1).view(num_tokens, -1).T
+            joined = reduce(self._kernels.concatenate, outputs)  # [n, num_tokens * width]
+            return [self._model.scores(joined.view(-1, states.shape[1]))]
         scored = zip(heads, outputs, strict=True)
-        return torch.stack([head.score(x).argmax(-1) for head, x in scored if head.score is not None], 1)
+        return [head.score(x) for head, x in scored if head.score is not None]
 
     def _run_blocks(self, head: Head, states: Tensor) -> Tensor:
         for block in head.blocks:

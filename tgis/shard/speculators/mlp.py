@@ -3,8 +3,10 @@ Token/Embedding Speculators", 2024). Each stage mixes the state before it with t
 before it, and predicts one token."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,10 +16,12 @@ from tgis.shard.checkpoint.weights import Source, by_layer
 from tgis.shard.layers.ops import Kernels, Parts, Product, Table
 from tgis.shard.models.config_reader import Config, count, integer
 from tgis.shard.models.interface import ConfigurationError, SpeculativeModel
+from tgis.shard.speculators.interface import StageRunner, run_stage
 
 NAME = "mlp_speculator"
 FILES = MODEL_FILES
 PREFIX = "speculator."
+UNROUNDED = re.compile(r"(?:^|\.)(?:emb|proj)\.")
 EPS = 1e-6
 
 
@@ -50,23 +54,27 @@ class MLPSpeculator:
     def num_tokens(self) -> int:
         return len(self._stages)
 
-    def propose(self, states: Tensor, token_ids: Tensor, num_tokens: int) -> Tensor:
-        if self._input_scale is not None:
-            states = self._kernels.rms_norm(states, None, self._input_scale, EPS)
+    def propose(
+        self, states: Tensor, token_ids: Tensor, num_tokens: int, run: StageRunner = run_stage
+    ) -> Tensor:
         proposed = []
-        for stage in self._stages[:num_tokens]:
-            states = self._advance(stage, states, token_ids)
-            token_ids = stage.score(states).argmax(-1)
+        for number in range(num_tokens):
+            states, scores = run(number, partial(self._advance, number), states, token_ids)
+            token_ids = scores.argmax(-1)
             proposed.append(token_ids)
         return torch.stack(proposed, 1)
 
-    def _advance(self, stage: Stage, states: Tensor, token_ids: Tensor) -> Tensor:
-        kernels = self._kernels
+    def _advance(self, number: int, states: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states after a stage, and the scores of its tokens."""
+        kernels, stage = self._kernels, self._stages[number]
+        if self._input_scale is not None and number == 0:
+            states = kernels.rms_norm(states, None, self._input_scale, EPS)
         mixed = kernels.scale(stage.project(states), self._state_weight)
         embedded = kernels.scale(stage.embedding.look_up(token_ids), self._embedding_weight)
         mixed = kernels.add(mixed, embedded)
         mixed = kernels.rms_norm(mixed, None, stage.norm_weight, EPS)
-        return kernels.activate(kernels.add(mixed, stage.norm_bias), "gelu")
+        states = kernels.activate(kernels.add(mixed, stage.norm_bias), "gelu")
+        return states, stage.score(states)
 
 
 def reads(config: Config) -> bool:

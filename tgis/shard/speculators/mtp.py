@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Attention
 from tgis.shard.checkpoint.tensors import WeightsError
-from tgis.shard.checkpoint.weights import Source, at_layer
+from tgis.shard.checkpoint.weights import Source, at_layer, moved
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models import registry
 from tgis.shard.models.config_reader import Config, refuse_others
-from tgis.shard.models.families import llama
+from tgis.shard.models.families.qwen3_5 import read_text_config
 from tgis.shard.models.interface import NO_TAPS, SpeculativeModel, StepInputs, UnsupportedModelError
 from tgis.shard.models.parts.blocks import make_norm
 from tgis.shard.models.spec import DecoderSpec
@@ -29,7 +29,7 @@ from tgis.shard.speculators.finite_weights import FiniteWeights
 
 NAME = "heads for multi-token prediction"
 NUM_TOKENS = 3
-COUNT = "num_nextn_predict_layers"
+LAYER = "model.layers.{i}."  # leading part of the names of a family's layers
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,28 @@ class MTPLayout:
     norm: str
     is_token_first: bool  # in the input of the projection
     prefix: str | None = None  # of all names; None: the head is the layer after the model's last one
+    layer: str = ""  # what follows the prefix in the names of the layer
     copies: tuple[str, ...] = ()  # tensors that are those of the model
+    count: str | None = "num_nextn_predict_layers"  # key of the number of heads, if there is one
 
 
 DEEPSEEK = MTPLayout(
     "enorm", "hnorm", "eh_proj", "shared_head.norm", True, copies=("embed_tokens", "shared_head.head")
 )
 MIMO = MTPLayout(
-    *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), False, "model.mtp_layers."
+    *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), False, "model.mtp_layers.0."
 )
-LAYOUTS: Mapping[str, MTPLayout] = {"mimo": MIMO, "deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK}
+QWEN3_NEXT = MTPLayout(
+    *("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), True, "mtp.", "layers.0.", count=None
+)
+QWEN3_5 = replace(QWEN3_NEXT, count="mtp_num_hidden_layers")
+LAYOUTS: Mapping[str, MTPLayout] = {
+    "mimo": MIMO,
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": DEEPSEEK,
+    "qwen3_next": QWEN3_NEXT,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), QWEN3_5),
+}
 
 
 class MTPHead:
@@ -109,28 +121,33 @@ def _find_layout(config: Config) -> MTPLayout:
         raise UnsupportedModelError(
             f"{NAME} of {config['model_type']} are not supported; supported are: {known}"
         )
-    if not config.get(COUNT):
-        raise UnsupportedModelError(f"the checkpoint has no {NAME}: {COUNT} is {config.get(COUNT)}")
-    refuse_others(config, **{COUNT: 1})
+    if layout.count is not None:
+        config = read_text_config(config)
+        if not config.get(layout.count):
+            given = config.get(layout.count)
+            raise UnsupportedModelError(f"the checkpoint has no {NAME}: {layout.count} is {given}")
+        refuse_others(config, **{layout.count: 1})
+    refuse_others(config, mtp_use_dedicated_embeddings=False)
     return layout
 
 
 def make_spec(spec: DecoderSpec) -> DecoderSpec:
-    """Return the specification of a layer like the model's last one. Raises UnsupportedModelError."""
+    """Return the specification of a layer like the model's last one with attention. Raises
+    UnsupportedModelError."""
     if any(spec.windows):
         raise UnsupportedModelError(f"{NAME} of a model with a sliding window are not supported")
     experts = None if spec.experts is None else replace(spec.experts, dense_layers=frozenset())
-    return replace(spec, num_layers=1, experts=experts, windows=(), first_key=FIRST_KEY)
+    return replace(spec, num_layers=1, experts=experts, windows=(), delta_net=None, first_key=FIRST_KEY)
 
 
 def _list_sources(config: Config, layout: MTPLayout, spec: DecoderSpec) -> dict[str, Source]:
-    if layout.prefix is not None:
-        begin = f"{layout.prefix}0."
-        layers = llama.layer_sources(f"{layout.prefix}{{i}}.")
+    family = registry.FAMILIES[config["model_type"]].sources(spec)
+    layers = {path: source for path, source in family.items() if "{i}" in path}
+    begin = _find_begin(layout, spec)
+    if layout.prefix is None:
+        layers = {path: at_layer(spec.num_layers, source) for path, source in layers.items()}
     else:
-        begin = f"model.layers.{spec.num_layers}."
-        family = registry.FAMILIES[config["model_type"]].sources(spec)
-        layers = {path: at_layer(spec.num_layers, each) for path, each in family.items() if "{i}" in path}
+        layers = {path: moved(source, LAYER, begin + layout.layer) for path, source in layers.items()}
     own = {
         "norm_token": layout.token_norm,
         "norm_state": layout.state_norm,
@@ -140,8 +157,13 @@ def _list_sources(config: Config, layout: MTPLayout, spec: DecoderSpec) -> dict[
     return layers | {path: begin + name for path, name in own.items()}
 
 
+def _find_begin(layout: MTPLayout, spec: DecoderSpec) -> str:
+    """Return the leading part of the names of the head's tensors."""
+    return f"model.layers.{spec.num_layers}." if layout.prefix is None else layout.prefix
+
+
 def _list_unread(layout: MTPLayout, spec: DecoderSpec, names: Iterator[str]) -> Iterator[str]:
     """Yield the names that are those of the head's own tensors."""
-    begin = layout.prefix or f"model.layers.{spec.num_layers}."
+    begin = _find_begin(layout, spec)
     copies = {f"{begin}{name}.weight" for name in layout.copies}
     return (name for name in names if name.startswith(begin) and name not in copies)

@@ -1,6 +1,7 @@
 """Registry of the kinds of speculators. Loads the one in a directory."""
 
 import logging
+import re
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,6 @@ from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models import registry as models
 from tgis.shard.models.config_reader import Config
 from tgis.shard.models.interface import Model, ModelSpec, SpeculativeModel, UnsupportedModelError
-from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
@@ -44,6 +44,10 @@ class SpeculatorKind(Protocol):
     @property
     def PREFIX(self) -> str:
         """Leading part of names of tensors that some checkpoints lack."""
+
+    @property
+    def UNROUNDED(self) -> re.Pattern[str]:
+        """Pattern in the names of matrices that are never stored as codes."""
 
     def reads(self, config: Config) -> bool: ...
     def sources(self, config: Config) -> dict[str, Source]: ...
@@ -81,8 +85,6 @@ def _check_model(model: Model, name: str) -> SpeculativeModel:
     """Raise UnsupportedModelError if speculators of that name cannot be used with a model."""
     if not isinstance(model, SpeculativeModel):
         raise UnsupportedModelError(f"{name} needs a decoder that the service's own engine runs")
-    if find_state_shape(model.spec, 1) is not None:
-        raise UnsupportedModelError("the model keeps a state, which drafts cannot roll back")
     return model
 
 
@@ -93,9 +95,10 @@ def _load_mtp(model: Model, served: Served, dtype: torch.dtype) -> DraftHead:
     return head
 
 
-def count_bytes(name: str, itemsize: int) -> int:
+def count_bytes(name: str, itemsize: int, scheme: Scheme = UNQUANTIZED) -> int:
     """Return the size of a speculator's weights on a rank, `itemsize` bytes each unless they are stored as
-    codes; 0 if they are part of the model's checkpoint. Raises SpeculatorError."""
+    codes; 0 if they are part of the model's checkpoint. `scheme` is that of heads. Raises
+    SpeculatorError."""
     if name == MTP:
         return 0
     directory = Path(name)
@@ -103,13 +106,32 @@ def count_bytes(name: str, itemsize: int) -> int:
         config = read_json(directory, "config.json")
         kind = _find_kind(directory, config)
         if kind is not None:
-            return Checkpoint(directory, kind.FILES).count_elements(None) * itemsize
+            return _count_head_bytes(Checkpoint(directory, kind.FILES), kind.UNROUNDED, itemsize, scheme)
         format = find_format(config, directory)
         return int(
             count_elements(directory, format) * (format.layout.bytes_per_weight if format else itemsize)
         )
     except (ModelNotFoundError, UnsupportedModelError, WeightsError) as error:
         raise SpeculatorError(f"--speculator {name}: {error}") from error
+
+
+def _count_head_bytes(
+    checkpoint: Checkpoint, unrounded: re.Pattern[str], itemsize: int, scheme: Scheme
+) -> int:
+    total = checkpoint.count_elements(None)
+    if scheme.layout is None:
+        return total * itemsize
+    plain = checkpoint.count_elements(None, lambda name: unrounded.search(name) is not None)
+    return plain * itemsize + int((total - plain) * scheme.layout.bytes_per_weight)
+
+
+def describe(speculator: AnySpeculator) -> str:
+    """Return the name of a speculator's kind."""
+    if isinstance(speculator, DraftModel):
+        return draft_model.NAME
+    kinds = {mlp.MLPSpeculator: mlp.NAME, medusa.Medusa: medusa.NAME, mtp.MTPHead: mtp.NAME}
+    kinds |= {eagle.Eagle: eagle.NAME, eagle3.Eagle3: eagle3.NAME}
+    return kinds[type(speculator)]
 
 
 class DraftCache(NamedTuple):

@@ -99,7 +99,8 @@ class CacheSizing:
 
         def is_enough(step: int) -> bool:
             demand = self.demand
-            wanted = demand.wanted_blocks * self.block_bytes + demand.wanted_states * demand.state_bytes
+            num_states = demand.wanted_states + demand.num_spare_states
+            wanted = demand.wanted_blocks * self.block_bytes + num_states * demand.state_bytes
             return self._budget(left, step).share >= wanted
 
         budget = self._budget(left, warm_up.measure(self._largest_step, is_enough, left))

@@ -17,6 +17,7 @@ from tgis.shard.runner.proposers.head_forward import HeadForward
 from tgis.shard.runner.proposers.speculator import SpeculatorProposer
 from tgis.shard.runner.row_table import RowTable
 from tgis.shard.speculators.draft_head import DraftHead
+from tgis.shard.speculators.interface import StageRunner, run_stage
 from tgis.shard.startup.platform import DraftParts, Platform, RunnerParts
 
 
@@ -53,13 +54,20 @@ class HostRunners:
 
         return GraphHeadForward(head, attention)
 
+    def _make_stages(self, can_capture: bool) -> StageRunner:
+        if not (self.captures_steps and can_capture):
+            return run_stage
+        from tgis.shard.runner.proposers.graph_stages import GraphStages  # imports numba
+
+        return GraphStages()
+
     def _make_proposer(self, parts: RunnerParts, table: RowTable) -> FollowingProposer | None:
         speculator = parts.speculator
         if speculator is None:
             return None
         assert isinstance(parts.model, SpeculativeModel), "the speculator was loaded for it"
         if not isinstance(speculator, DraftParts):
-            return SpeculatorProposer(speculator, parts.model, table)
+            return SpeculatorProposer(speculator, parts.model, table, self._make_stages(parts.can_capture))
         draft = speculator.draft
         attention = open_attention(speculator.cache, self.attention)
         builder = BatchBuilder(table.share_rows(), attention)

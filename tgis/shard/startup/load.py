@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from tgis.shard.speculators.registry import (
     AnySpeculator,
     DraftCache,
     count_bytes,
+    describe,
     find_cache,
     load_speculator,
 )
@@ -63,6 +64,8 @@ logger = logging.getLogger(__name__)
 
 # Maximum time that a rank waits for another rank that is still reading its weights.
 RENDEZVOUS_TIMEOUT_S = 600.0
+# Sequences that may have drafts in a step of a model with states. Each of their tokens needs a spare state.
+MAX_DRAFTING_ROWS = 8
 ALONE = ProcessGroup(0, 1)  # every rank has the whole speculator
 
 
@@ -183,7 +186,16 @@ class LoadPlan:
             raise SpeculatorError(f"--speculator {path}: speculators run only on CPUs: set --device cpu")
         length = self.demand.max_sequence_length
         served = Served(self._directory, self.settings, self.tokenizer_directory, length)
-        return load_speculator(path, model, served, self.dtype, self._choose_speculator_scheme())
+        release_memory()
+        before = self.on.memory.memory_used()
+        speculator = load_speculator(path, model, served, self.dtype, self._choose_speculator_scheme())
+        release_memory()
+        logger.info(
+            "loaded the speculator %s (%s): it drafts at most %d tokens, its weights take %.1f MiB",
+            *(path, describe(speculator), speculator.num_tokens),
+            (self.on.memory.memory_used() - before) / MIB,
+        )
+        return speculator
 
     def _choose_speculator_scheme(self) -> Scheme:
         """Return how the weights of a speculator's heads are stored. Drafts change no output, so those of a
@@ -216,7 +228,8 @@ class LoadPlan:
         draft_bytes = 0
         if (speculator := self.config.speculator) is not None:
             itemsize = (on.product_dtype or self.dtype).itemsize
-            weights += group.local_size * count_bytes(speculator, itemsize)
+            scheme = self._choose_speculator_scheme()
+            weights += group.local_size * count_bytes(speculator, itemsize, scheme)
             if (cache := find_cache(speculator, self.choice.spec)) is not None:
                 draft_bytes = cache.count_bytes(self.demand.block_size, self.cache_type.dtype)
         budget = MemoryBudget(
@@ -331,13 +344,33 @@ class _Loaded:
             logger.warning("no CUDA graphs: steps of sharded models are not captured")
         return ()
 
+    @cached_property
+    def demand(self) -> Demand:
+        """Demand of the plan, with spare states for drafts if the model keeps states."""
+        planned = self.plan.demand
+        if self.speculator is None or not planned.state_bytes:
+            return planned
+        num_spares = self.max_drafting_rows * (self.speculator.num_tokens + 1)
+        return replace(planned, num_spare_states=num_spares)
+
+    @property
+    def max_drafting_rows(self) -> int:
+        """Maximum number of rows with drafts in a step; 0 if the model keeps no states or nothing proposes
+        drafts."""
+        demand = self.plan.demand
+        if self.speculator is None or not demand.state_bytes:
+            return 0
+        return min(MAX_DRAFTING_ROWS, demand.max_batch_size)
+
     def log_parts(self, runner: ModelRunner) -> None:
         """Log the memory of states, and what a speculator takes of the cache."""
         if runner.info.num_states:
+            num_states, spares = runner.info.num_states, self.demand.num_spare_states
             logger.info(
-                "states of sequences take %.2f GiB (float32): %d of %.2f MiB",
-                runner.info.num_states * self.plan.demand.state_bytes / GIB,
-                *(runner.info.num_states, self.plan.demand.state_bytes / MIB),
+                "states of sequences take %.2f GiB (float32): %d of %.2f MiB%s",
+                (num_states + spares) * self.demand.state_bytes / GIB,
+                *(num_states, self.demand.state_bytes / MIB),
+                f", and {spares} for drafts" if spares else "",
             )
         if self.draft_bytes:
             logger.info(
@@ -352,7 +385,7 @@ class _Loaded:
         return CacheSizing(
             on=plan.on,
             group=self.group,
-            demand=plan.demand,
+            demand=self.demand,
             max_step_tokens=plan.config.max_step_tokens,
             block_bytes=self.block_bytes,
             adapter_bytes=plan.limits.num_bytes,
@@ -362,7 +395,7 @@ class _Loaded:
 
     def make_runner(self, num_blocks: int, num_states: int) -> ModelRunner:
         spec = self.model.spec
-        demand = self.plan.demand
+        demand = self.demand
         on = self.plan.on
         cache_type = self.plan.cache_type
         cache = memory_plan.allocate(
@@ -376,6 +409,7 @@ class _Loaded:
         info = pb.InfoResponse(num_blocks=num_blocks, num_states=num_states)
         info.MergeFrom(self.info)
         info.max_drafts = 0 if self.speculator is None else self.speculator.num_tokens
+        info.max_drafting_rows = self.max_drafting_rows
         shape = find_state_shape(spec, self.group.size, on.state_chunk)
         num_slots = num_states + on.num_dummy_blocks
         limits = RowLimits(
@@ -388,7 +422,9 @@ class _Loaded:
         parts = RunnerParts(
             self.model,
             cache,
-            None if shape is None else StateCache(shape, num_slots, self.group.device),
+            None
+            if shape is None
+            else StateCache(shape, num_slots, self.group.device, demand.num_spare_states),
             self.guides,
             self.adapters,
             info,

@@ -37,6 +37,7 @@ class Demand:
     kv_cache_tokens: int | None
     is_encoder_decoder: bool = False
     state_bytes: int = 0  # of one sequence's state on one rank; 0: the model keeps none
+    num_spare_states: int = 0  # for states after drafts, in addition to those of sequences
 
     @property
     def blocks_per_request(self) -> int:
@@ -155,25 +156,30 @@ def allocate(
 
 
 def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:
-    share -= count_states(demand, block_bytes, share) * demand.state_bytes
+    share -= (count_states(demand, block_bytes, share) + demand.num_spare_states) * demand.state_bytes
     # Blocks of models without attention take no memory.
     return min(demand.wanted_blocks, share // block_bytes) if block_bytes else demand.wanted_blocks
 
 
 def count_states(demand: Demand, block_bytes: int, share: int) -> int:
-    """Return the number of states that fit into the half of a cache, or into what its blocks leave."""
+    """Return the number of states of sequences that fit, beside the spare ones, into the half of a cache, or
+    into what its blocks leave."""
     if not demand.wanted_states:
         return 0
     room = max(share // 2, share - demand.wanted_blocks * block_bytes)
-    return min(demand.wanted_states, room // demand.state_bytes)
+    return min(demand.wanted_states, max(room // demand.state_bytes - demand.num_spare_states, 0))
 
 
 def check_blocks(demand: Demand, num_blocks: int, block_bytes: int, budget: MemoryBudget) -> None:
     """Raise CacheTooSmallError unless one request of maximum length fits."""
     if demand.state_bytes and not count_states(demand, block_bytes, budget.share):
+        drafts = ""
+        if demand.num_spare_states:
+            needed = demand.num_spare_states * demand.state_bytes
+            drafts = f", of which the speculator needs {needed / MIB:.2f} MiB"
         raise CacheTooSmallError(
             f"the state of one request takes {demand.state_bytes / MIB:.2f} MiB, but the cache has only half "
-            f"of {budget.share / MIB:.0f} MiB ({_explain_budget(budget)}) for states"
+            f"of {budget.share / MIB:.0f} MiB ({_explain_budget(budget)}) for states{drafts}"
         )
     if num_blocks >= demand.blocks_per_request:
         return

@@ -39,7 +39,9 @@ ALL = RowOptions(
     pb.Sampling(temperature=1, top_p=0.95, typical_p=0.95, repetition_penalty=1.1, length_penalty_factor=1),
     pb.Details(logprobs=True, ranks=True, top_n=10),
 )
-# Options that a GPU samples without the host.
+# The same, with more top tokens than a GPU lists: the host samples, which uses more of the GPU's memory.
+MOST = RowOptions(ALL.sampling, pb.Details(logprobs=True, ranks=True, top_n=100))
+# Options that a GPU samples without token details.
 PLAIN = RowOptions(pb.Sampling(temperature=1), pb.Details())
 
 
@@ -106,17 +108,17 @@ class WarmUp:
     def measure_largest(self, largest: StepSize) -> int:
         """Run the largest step. Return the bytes that a rank needs for it, in addition to weights and cache:
         the maximum over the ranks. Raises ProcessGroupError."""
-        seconds, used = self._run(largest)
+        seconds, used = self._run(largest, MOST)
         _log(seconds, largest.num_tokens, largest, used)
         return used
 
-    def _run(self, size: StepSize) -> tuple[float, int]:
+    def _run(self, size: StepSize, options: RowOptions = ALL) -> tuple[float, int]:
         """Run a step. Return its duration in seconds and its memory in bytes, each the maximum over the
         ranks."""
         self.memory.release_memory()
         before = self.memory.begin_peak()
         began = time.monotonic()
-        opened = self._open_rows(size)
+        opened = self._open_rows(size, options)
         step = self._step(opened, [0] * len(opened), [row.prompt_len for row in opened])
         self.runner.launch(step).answer()
         self.runner.reset()

@@ -1,7 +1,8 @@
 """Check when the shards' drafts are used, with simulated steps of known cost and acceptance."""
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,6 +15,7 @@ from tgis.router.sequence import Stopping
 
 MAX_DRAFTS = 3
 FIXED_S, ROW_S = 0.010, 0.0002  # of a step without drafts
+ROUTER_S = 0.00103  # time of the router for a step of one sequence, for which shards are idle at most
 IDLE = 0.15  # share of a step for which the shards wait while all sequences have drafts
 
 Rate = Callable[[Generation], float]
@@ -37,12 +39,18 @@ class Service:
     """Additional time of the next step with drafts."""
     has_prompts: bool = False
     """True if every step computes a prompt, too."""
+    max_sequences: int | None = None
+    """Maximum number of sequences with drafts in a step."""
+    rates: Sequence[float] = (1.0,) * MAX_DRAFTS
+    """Factors of the acceptance rate, by position."""
+    slow_s: dict[int, float] = field(default_factory=dict)
+    """Additional time of the first step with a number of drafts."""
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
         self.budget = TokenBudget(1000, 1.0)
         self.budget.observe(100, FIXED_S + 100 * ROW_S)
-        self.proposer = ShardDrafts(MAX_DRAFTS, self.budget.predict)
+        self.proposer = ShardDrafts(MAX_DRAFTS, self.budget.predict, self.max_sequences)
         self.seconds = 0.0
         self.num_tokens: dict[Generation, int] = dict.fromkeys(self.sequences, 0)
         self.num_drafts: dict[Generation, int] = dict.fromkeys(self.sequences, 0)
@@ -73,13 +81,22 @@ class Service:
                 self.replace(number // 50 % len(self.sequences))
             self.step(rate, 1000)
 
+    def count_numbers(self, num_steps: int, rate: Rate) -> Counter[int]:
+        """Run steps of a single sequence. Return how many had each number of drafts."""
+        numbers = Counter[int]()
+        for _ in range(num_steps):
+            before = sum(self.num_drafts.values())
+            self.step(rate, 1000)
+            numbers[sum(self.num_drafts.values()) - before] += 1
+        return numbers
+
     def step(self, rate: Rate, max_drafts: int) -> None:
         is_drafting = self.proposer.begin(len(self.sequences), max_drafts)
         results = []
         for sequence in self.sequences:
             allowed = self.proposer.propose(sequence, MAX_DRAFTS).max_proposed if is_drafting else 0
             accepted = 0
-            while accepted < allowed and self.rng.random() < rate(sequence):
+            while accepted < allowed and self.rng.random() < rate(sequence) * self.rates[accepted]:
                 accepted += 1
             if allowed:
                 results.append(DraftResult(sequence, allowed, accepted))
@@ -98,7 +115,7 @@ class Service:
         seconds = FIXED_S + count * ROW_S + num_drafts * self.draft_s + bool(results) * self.heads_s
         seconds += follow_s
         if results:
-            seconds += self.delay_s
+            seconds += self.delay_s + self.slow_s.pop(num_drafts, 0.0)
             self.delay_s = 0.0
         self.seconds += seconds * (1 + IDLE * bool(results))
         step = Step(0, work, count, 0, num_drafts, 0, False, [], num_followed)
@@ -271,6 +288,89 @@ def test_the_number_of_drafts_follows_the_acceptance_rate() -> None:
     counted = sum(service.num_drafts.values())
     few = Service(new_sequences(8), draft_s=0.0002).run(1500, lambda _: 0.95)
     assert counted < 0.8 * sum(few.num_drafts.values())
+
+
+def find_best_number(heads_s: float, draft_s: float, rates: Sequence[float]) -> int:
+    """Return the number of drafts with which a single sequence gets most tokens per second; 0: none."""
+    plain = FIXED_S + ROW_S
+    speeds, num_tokens, chance = [1 / plain], 1.0, 1.0
+    for count, rate in enumerate(rates, 1):
+        chance *= rate
+        num_tokens += chance
+        seconds = plain + heads_s + count * draft_s
+        speeds.append(num_tokens / (seconds + min(IDLE * plain, ROUTER_S)))
+    return speeds.index(max(speeds))
+
+
+# Cost of having drafts, cost of each, rates by position if the drafts before are right, and the best number.
+COSTS = [
+    (0.0, 0.003, (0.8, 0.1, 0.5), 1),
+    (0.002, 0.001, (0.8, 0.05, 0.5), 1),
+    (0.0, 0.003, (0.9, 0.8, 0.1), 2),
+    (0.002, 0.002, (0.9, 0.9, 0.05), 2),
+    (0.004, 0.0005, (0.8, 0.7, 0.6), 3),
+    (0.012, 0.001, (0.7, 0.4, 0.3), 0),
+    (0.0, 0.0001, (0.005, 0.5, 0.5), 0),
+]
+
+
+@pytest.mark.parametrize(("heads_s", "draft_s", "rates", "best"), COSTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_number_of_drafts_with_most_tokens_is_chosen_after_the_trial(
+    heads_s: float, draft_s: float, rates: Sequence[float], best: int, seed: int
+) -> None:
+    assert find_best_number(heads_s, draft_s, rates) == best
+    service = Service(new_sequences(1), draft_s, heads_s, rates=rates, rng=random.Random(seed))
+    service.run(64, lambda _: 1.0)
+    assert service.count_numbers(400, lambda _: 1.0)[best] > 300
+
+
+def test_a_trial_measures_the_cost_of_each_draft() -> None:
+    """Check that the costs which the trial learnt are those of the shards, although the first steps with each
+    number of drafts are slow."""
+    service = Service(new_sequences(1), draft_s=0.0015, heads_s=0.0025)
+    service.slow_s = {1: 0.05, MAX_DRAFTS: 0.2}
+    service.run(60, lambda _: 0.7)
+    per_step, per_draft = service.proposer.costs
+    assert per_draft == pytest.approx(0.0015, rel=0.05)
+    assert per_step == pytest.approx(0.0025, rel=0.05)
+
+
+def test_changes_are_logged_with_rates_and_costs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        service = Service(new_sequences(4), draft_s=0.0002, heads_s=0.002, follow_s=0.0001)
+        service.run_renewed(70, lambda _: 1.0)
+        service.run_renewed(600, lambda _: 0.0)
+    begun, ended = caplog.messages
+    assert begun.startswith("drafts of the speculator are expected to pay: new inputs get some (accepted by ")
+    assert "drafts of a step cost 2.00 ms and each of them 0.20 ms" in begun
+    assert "a step of 4 inputs without drafts takes 11.2" in begun
+    assert ended.startswith("drafts of the speculator do not pay: it is no longer computed, except for ")
+    assert "accepted by position: 0.1" in ended
+
+
+def test_the_rates_of_all_positions_stay_known() -> None:
+    """Check that more drafts are requested when further ones become right."""
+    service = Service(new_sequences(1), draft_s=0.003, rates=(1.0, 0.05, 0.5)).run(400, lambda _: 0.9)
+    assert service.count_numbers(200, lambda _: 0.9)[1] > 150
+    service.rates = (1.0,) * MAX_DRAFTS
+    service.run(2000, lambda _: 0.9)
+    assert service.count_numbers(200, lambda _: 0.9)[MAX_DRAFTS] > 150
+
+
+def test_a_step_has_so_many_drafts_for_few_sequences() -> None:
+    """Check the limit of models that keep states."""
+    service = Service(new_sequences(4), draft_s=0.0001, max_sequences=2).run(100, lambda _: 0.9)
+    assert service.proposer.begin(4, 1000)
+    drafts = [service.proposer.propose(one, MAX_DRAFTS) for one in service.sequences]
+    assert [each.max_tokens for each in drafts] == [3, 3, 0, 0]
+    assert all(each.waits for each in drafts)
+
+
+def test_few_sequences_with_drafts_do_not_pay_for_many() -> None:
+    """Check that the gain is that of the sequences that can have drafts."""
+    service = Service(new_sequences(32), draft_s=0.0002, heads_s=0.004, max_sequences=2)
+    assert service.run(1000, lambda _: 0.8).speed > 0.95
 
 
 def test_a_step_has_so_many_drafts_together() -> None:

@@ -70,7 +70,7 @@ class State:
     def on_device(self) -> RowState:
         none = torch.empty(0)
         words, tables = placed(self.words), placed(self.tables)
-        return RowState(words, tables, none, none, none, none, none, none, self.dummy_slot)
+        return RowState(words, tables, none, none, none, none, none, none, none, self.dummy_slot)
 
 
 def random_state(rng: random.Random, num_rows: int, max_blocks: int) -> State:

@@ -51,8 +51,8 @@ def compare(
     graphs = StepGraphs(FakeStream(), graphed.make_parts, lambda: 0)
     graphs.capture(of_rows(*sizes))
     assert graphs.sizes == of_rows(*sorted(sizes))
-    rng, met = random.Random(1), set()
-    for _ in range(steps):
+    rng, met, num_described = random.Random(1), set(), 0
+    for number in range(steps):
         count = rng.randrange(1, max(sizes) + 1)
         step = graphs.find(count)
         assert step is not None
@@ -63,14 +63,21 @@ def compare(
         one, other = eager.bucket(step.size.num_rows), graphed.bucket(step.size.num_rows)
         assert one.logits[:count].isfinite().any()
         assert equal(one.logits[:count], other.logits[:count])  # captures advance the dummy state, too
-        parts[step.size.num_rows].sample()
-        step.sample.replay()
+        if number % 2:
+            parts[step.size.num_rows].sample()
+            step.sample.replay()
+        else:
+            parts[step.size.num_rows].sample_detailed()
+            step.sample_detailed.replay()
+            assert all(map(equal, one.details, other.details))
+            num_described += int(one.details.words[:count, 0].lt(model.spec.vocab_size).sum())
         assert one.answers.equal(other.answers)
         assert eager.rows.words.equal(graphed.rows.words)
         met.update((step.size.num_rows, *answer) for answer in other.answers.tolist())
     for pages in ("keys", "values"):
         x, y = (getattr(scene.cache, pages)[:, :-1] for scene in (eager, graphed))
         assert equal(x, y)
+    assert num_described > 0
     assert {size for size, _, flags in met if flags & Flag.SAMPLED} == set(sizes)
     assert len({token for _, token, _ in met}) > steps / 2, "the rows differ"
 

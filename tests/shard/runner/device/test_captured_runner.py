@@ -13,6 +13,7 @@ from tests.support.shard.family_cases.all import CASES
 from tests.support.shard.messages import GREEDY, SAMPLE
 from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
+from tgis.shard.kernels.cuda.step_state import MAX_TOP_N
 from tgis.shard.runner.graph_sizes import GraphSize
 
 SIZES = (GraphSize(2), GraphSize(6), GraphSize(4, 16), GraphSize(4, 48))
@@ -24,8 +25,10 @@ KINDS: list[dict[str, Any]] = [
     {**SAMPLE, "temperature": 2.0, "frequency_penalty": 0.7},
     {**SAMPLE, "temperature": 2.0, "top_k": 40, "top_p": 0.95},
     {**SAMPLE, "typical_p": 0.8},
+    {**SAMPLE, "watermark_gamma": 0.5, "watermark_delta": 2.0},
 ]
-ON_THE_HOST = {**SAMPLE, "watermark_gamma": 0.5, "watermark_delta": 2.0}
+DETAILS: list[dict[str, Any]] = [{}, {"ranks": True, "top_n": 3}, {"logprobs": True, "raw": True}]
+ON_THE_HOST = {"top_n": MAX_TOP_N + 1}
 
 
 def make_requests(is_encoder_decoder: bool) -> list[Request]:
@@ -33,8 +36,11 @@ def make_requests(is_encoder_decoder: bool) -> list[Request]:
     for i in range(9):
         ids = list(range(3 + i, 4 + 4 * i))
         prompt, encoder = ([0], ids) if is_encoder_decoder else (ids, [])
-        sampling, count = (ON_THE_HOST, 3) if i == 8 else (KINDS[i % len(KINDS)], 4 + 2 * i)
-        requests.append(Request(prompt, count, [5, 9], {**sampling, "seed": i}, encoder_token_ids=encoder))
+        sampling, details = {**KINDS[i % len(KINDS)], "seed": i}, DETAILS[i % len(DETAILS)]
+        count = 4 + 2 * i
+        if i == 8:
+            details, count = ON_THE_HOST, 3
+        requests.append(Request(prompt, count, [5, 9], sampling, details, encoder_token_ids=encoder))
     return requests
 
 
@@ -70,7 +76,13 @@ def test_replayed_steps_give_the_same_tokens(case: str, depth: int, tmp_path: Pa
     launched, paths = serve(config, depth, is_captured=False)
     assert pb.STEP_PATH_GRAPH not in paths
     replayed, paths = serve(config, depth, is_captured=True)
-    assert [each.generated for each in replayed] == [each.generated for each in launched]
+    for mine, other in zip(replayed, launched, strict=True):
+        assert mine.generated == other.generated
+        assert mine.ranks == other.ranks
+        assert [[token for token, _ in top] for top in mine.tops] == [
+            [token for token, _ in top] for top in other.tops
+        ]
+    assert [len(tops) for tops in replayed[1].tops] == [3] * len(replayed[1].generated)
     assert len({tuple(each.generated) for each in replayed}) > 6, "requests differ"
     assert paths.count(pb.STEP_PATH_GRAPH) >= 6
-    assert pb.STEP_PATH_FILTERS in paths
+    assert pb.STEP_PATH_DETAILS in paths

@@ -1,7 +1,9 @@
 """Check drafts that a device verifies: against the host's answers to the same steps, in steps that overlap,
 and with graphs. `test_verify_drafts` has the outputs."""
 
+import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,17 @@ from tests.support.shard.checkpoints import write_llama, write_model
 from tests.support.shard.drafting import DraftingRouter, Foreseen
 from tests.support.shard.driver import Request, Router, configure, opening, prompts
 from tests.support.shard.family_cases.all import CASES
-from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, make_bias, rows_of_tokens
+from tests.support.shard.messages import (
+    EVERY_PARAMETER,
+    GREEDY,
+    SAMPLE,
+    Steps,
+    floats,
+    integers,
+    make_bias,
+    rows_of_tokens,
+    top_tokens,
+)
 from tests.support.shard.pipelined import PipelinedService
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
@@ -38,10 +50,14 @@ SAMPLINGS: list[dict[str, Any]] = [
     {**GREEDY, "repetition_penalty": 1.6, "min_new_tokens": 5},
     {**GREEDY, "presence_penalty": 1.5, "frequency_penalty": 0.75, **make_bias({7: 9.0, 2: 3.0})},
     {**GREEDY, "length_penalty_start": 3, "length_penalty_factor": 1.5},
+    {**GREEDY, "watermark_gamma": 0.5, "watermark_delta": 6.0},
     SAMPLE,
+    EVERY_PARAMETER,
     {**SAMPLE, "temperature": 0.6, "min_p": 0.05, "frequency_penalty": 0.5, "min_new_tokens": 4},
     {**SAMPLE, "top_k": 5, "top_p": 0.9, "typical_p": 0.9, "repetition_penalty": 1.3},
 ]
+EVERYTHING = {"logprobs": True, "ranks": True, "top_n": 3}
+DETAILS: list[dict[str, Any]] = [EVERYTHING, {}, {**EVERYTHING, "raw": True}, {"logprobs": True}]
 # With a draft graph for each size. The last two also compute prompts.
 SIZES = (GraphSize(3), GraphSize(8), GraphSize(3, 16), GraphSize(8, 48))
 DECODERS = ("llama", "gpt2", "gemma2", "bloom")
@@ -70,7 +86,7 @@ def make_requests(is_guided: bool, is_encoder_decoder: bool = False) -> list[For
         sampling = {**SAMPLINGS[i % len(SAMPLINGS)], "seed": i}
         grammar = GRAMMAR if is_guided and i % 3 == 0 else None
         eos = EOS if i % 4 else []
-        requests.append(Foreseen(ids, 8 + i, eos, sampling, grammar=grammar, encoder_token_ids=encoder))
+        requests.append(Foreseen(ids, 8 + i, eos, sampling, DETAILS[i % 4], grammar, encoder))
     return requests
 
 
@@ -89,6 +105,7 @@ class BothRunners:
     def launch(self, request: pb.StepRequest) -> ComputedStep:
         answer, expected = (each.launch(request).answer() for each in (self.device, self.host))
         assert read(answer) == read(expected)
+        assert read_details(answer) == pytest.approx(read_details(expected), abs=1e-4, nan_ok=True)
         assert bool(answer.num_tokens) == bool(expected.num_tokens)
         work = zip(integers(request.starts), integers(request.ends), strict=True)
         if all(end - start == 1 for start, end in work):  # otherwise, the device computes prompts last
@@ -104,13 +121,25 @@ def read(response: pb.StepResponse) -> tuple[dict[int, list[tuple[int, bool]]], 
     return tokens, [(error.row, error.message) for error in response.errors]
 
 
+def read_details(response: pb.StepResponse) -> dict[tuple[int, int, int], float]:
+    """Return the log-probability, the rank and the scores of the top tokens of each row's tokens."""
+    numbers = dict[tuple[int, int, int], float]()
+    rows, count = rows_of_tokens(response), Counter[int]()
+    logprobs = floats(response.logprobs) or [math.nan] * len(rows)
+    ranks = integers(response.ranks) or [0] * len(rows)
+    tops = top_tokens(response.top_tokens) or [[]] * len(rows)
+    for (row, _), logprob, rank, top in zip(rows, logprobs, ranks, tops, strict=True):
+        for i, number in enumerate([logprob, rank, *(score for _, score in top)]):
+            numbers[row, count[row], i] = number
+        count[row] += 1
+    return numbers
+
+
 @pytest.mark.parametrize(
     ("case", "is_captured"),
     [
         ("llama", False),
-        ("gpt2", True),
-        pytest.param("llama", True, marks=pytest.mark.slow),
-        *(pytest.param(case, True, marks=pytest.mark.slow) for case in (*DECODERS[2:], "t5")),
+        *(pytest.param(case, True, marks=pytest.mark.slow) for case in (*DECODERS, "t5")),
     ],
 )
 def test_answers_are_those_of_the_host(directory: Path, tmp_path: Path, case: str, is_captured: bool) -> None:

@@ -40,7 +40,7 @@ class Steps:
     """Steps that add 1 to each row and then copy the rows to the answers."""
 
     def __init__(self) -> None:
-        self.rows, self.logits, self.answers = torch.zeros(16), torch.zeros(16), torch.zeros(16)
+        self.rows, self.logits, self.answers, self.details = torch.zeros(4, 16).unbind()
         self.made: list[int] = []
 
     def make(self, size: GraphSize) -> StepParts:
@@ -52,7 +52,10 @@ class Steps:
             self.answers[:num_rows].copy_(logits)
             logits.fill_(torch.nan)
 
-        return StepParts(lambda: logits.copy_(rows + 1), sample)
+        def sample_detailed() -> None:
+            self.details[:num_rows].copy_(logits)
+
+        return StepParts(lambda: logits.copy_(rows + 1), sample, sample_detailed)
 
 
 def test_sampling_after_drafts_is_captured_if_drafts_are_expected() -> None:
@@ -143,24 +146,24 @@ def test_prompts_are_captured_first_and_found_by_both_numbers() -> None:
 
 
 def test_prompts_that_cannot_be_captured_cost_no_other_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    device = Device(error=lambda number: RuntimeError("not permitted") if number == 2 else None)
+    device = Device(error=lambda number: RuntimeError("not permitted") if number == 3 else None)
     graphs = graphs_on(device)
     graphs.capture([GraphSize(2, 4), GraphSize(1, 2)])
     assert graphs.sizes == []
     assert "no CUDA graphs: steps of 1 rows and 2 prompt tokens cannot be captured" in caplog.text
-    device = Device(error=lambda number: RuntimeError("not permitted") if number == 4 else None)
+    device = Device(error=lambda number: RuntimeError("not permitted") if number == 6 else None)
     graphs = graphs_on(device)
     graphs.capture([GraphSize(2, 4), GraphSize(1, 2), GraphSize(1)])
     assert graphs.sizes == [GraphSize(1, 2), GraphSize(2, 4)]
 
 
 def test_prompts_leave_time_for_other_steps() -> None:
-    graphs = graphs_on(Device(capture_s=MAX_PROMPT_CAPTURE_S / 4))
+    graphs = graphs_on(Device(capture_s=MAX_PROMPT_CAPTURE_S / 6))
     graphs.capture([*of_rows(1, 2, 4), *(GraphSize(1, count) for count in (2, 4, 8))])
-    assert graphs.sizes == [*of_rows(1, 2, 4), GraphSize(1, 4), GraphSize(1, 8)], "two captures each"
+    assert graphs.sizes == [*of_rows(1, 2, 4), GraphSize(1, 4), GraphSize(1, 8)], "three captures each"
 
 
-def test_both_parts_are_replayed() -> None:
+def test_all_parts_are_replayed() -> None:
     steps = Steps()
     graphs = graphs_on(Device(), steps)
     graphs.capture(of_rows(2, 4))
@@ -172,6 +175,9 @@ def test_both_parts_are_replayed() -> None:
         step.forward.replay()
         assert steps.logits[:filled].tolist() == [n + 1] * filled
         assert steps.answers.eq(-1).all(), "the part that waits for masks is a separate graph"
+        step.sample_detailed.replay()
+        assert steps.details[:filled].tolist() == [n + 1] * filled
+        assert steps.answers.eq(-1).all(), "one of both samples"
         step.sample.replay()
         assert steps.answers[:filled].tolist() == [n + 1] * filled
         assert steps.answers[filled:].eq(-1).all()
@@ -183,7 +189,7 @@ def test_memory_of_the_parts_is_kept() -> None:
     def make(size: GraphSize) -> StepParts:
         answers[:] = [torch.zeros(size.num_rows)]
         rows, answer = torch.ones(size.num_rows), answers[0]
-        return StepParts(lambda: answer.copy_(rows), lambda: answer.add_(rows))
+        return StepParts(lambda: answer.copy_(rows), lambda: answer.add_(rows), lambda: answer.zero_())
 
     graphs = StepGraphs(FakeStream(), make, lambda: 0)
     graphs.capture(of_rows(2))
@@ -195,17 +201,17 @@ def test_memory_of_the_parts_is_kept() -> None:
 
 
 def test_captures_end_when_their_time_is_over(caplog: pytest.LogCaptureFixture) -> None:
-    graphs = graphs_on(Device(capture_s=MAX_CAPTURE_S / 5))
+    graphs = graphs_on(Device(capture_s=MAX_CAPTURE_S / 8))
     graphs.capture(of_rows(1, 2, 4, 8, 16))
-    assert graphs.sizes == of_rows(4, 8, 16), "two captures each"
+    assert graphs.sizes == of_rows(4, 8, 16), "three captures each"
     step = graphs.find(1)
     assert step is not None
     assert step.size == GraphSize(4)
-    assert "2 rows and fewer use larger CUDA graphs: 3 graphs took 36 s and 60 MiB" in caplog.text
+    assert "2 rows and fewer use larger CUDA graphs: 3 graphs took 34 s and 90 MiB" in caplog.text
 
 
 def test_captures_end_when_there_is_no_memory(caplog: pytest.LogCaptureFixture) -> None:
-    graphs = graphs_on(Device(error=lambda count: torch.OutOfMemoryError("7 GiB") if count == 3 else None))
+    graphs = graphs_on(Device(error=lambda count: torch.OutOfMemoryError("7 GiB") if count == 4 else None))
     graphs.capture(of_rows(1, 2, 4))
     assert graphs.sizes == of_rows(4)
     assert "no memory for CUDA graphs of steps of 2 rows: smaller steps use larger graphs" in caplog.text
@@ -218,7 +224,8 @@ def test_a_model_that_cannot_be_captured_has_no_graphs(caplog: pytest.LogCapture
         def route() -> Tensor:
             return x[: size.num_rows][x[: size.num_rows] > 0]
 
-        return StepParts(lambda: x.add_(1), route if size.num_rows == 2 else (lambda: x.add_(1)))
+        add = lambda: x.add_(1)  # noqa: E731
+        return StepParts(add, route if size.num_rows == 2 else add, add)
 
     device = Device()
     graphs = StepGraphs(device, make, device.memory_left)
@@ -272,7 +279,7 @@ def test_no_garbage_is_collected_meanwhile(error: Exception | None) -> None:
 
 
 def test_why_nothing_is_captured_is_known() -> None:
-    device = Device(error=lambda number: RuntimeError("not permitted\nadvice") if number == 2 else None)
+    device = Device(error=lambda number: RuntimeError("not permitted\nadvice") if number == 3 else None)
     graphs = graphs_on(device)
     graphs.capture(of_rows(4))
     assert graphs.refusal is None

@@ -26,13 +26,14 @@ from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, make_b
 from tests.support.shard.portable import plain
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
+from tgis.shard.kernels.cuda.step_state import MAX_TOP_N
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.interface import Pending
 from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403
 EOS = [2, 11, 30, 77, 150, 200, 301, 350]
-MANY = [*EOS, *range(360, 400)]  # more stop IDs than the device holds
+MANY = [*EOS, *range(250, 400)]  # more stop IDs than the device holds
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
 SHORT_GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /ab c/'
 LOADERS: dict[str, Callable[..., DeviceModelRunner]] = {"late": load_late, "captured": load_captured}
@@ -51,8 +52,8 @@ FAST: list[dict[str, Any]] = [
     {**SAMPLE, "top_p": 0.8, "repetition_penalty": 1.4},
     {**SAMPLE, "top_k": 50, "top_p": 0.9, "typical_p": 0.7, "temperature": 1.5},
 ]
-# Parameters that the host samples.
-SLOW: list[dict[str, Any]] = [
+# Parameters whose masks the host draws.
+MARKED: list[dict[str, Any]] = [
     {**GREEDY, "watermark_gamma": 0.5, "watermark_delta": 2.5, "frequency_penalty": 0.5},
     {**SAMPLE, "watermark_gamma": 0.3, "watermark_delta": 1.5, "top_p": 0.9},
 ]
@@ -104,11 +105,13 @@ def make_guided() -> list[Request]:
 
 
 def make_crowd() -> list[Request]:
-    requests = make_requests([*FAST, *SLOW], 22)
+    requests = make_requests([*FAST, *MARKED], 22)
     for i, request in enumerate(requests):
         request.grammar = GRAMMAR if i % 5 == 4 else None
         if i % 7 == 3:
             request.details = {"logprobs": True, "ranks": True, "top_n": 2, "input_tokens": i % 2 == 1}
+        if i % 7 == 5:
+            request.details = {"logprobs": True, "ranks": True, "top_n": 5, "raw": True}
         if i % 9 == 8:
             request.eos = MANY
     return requests
@@ -131,6 +134,9 @@ def check(requests: list[Request], expected: list[Request]) -> None:
         assert request.generated == known.generated
         assert request.ranks == known.ranks
         assert request.logprobs == pytest.approx(known.logprobs, abs=1e-4, nan_ok=True)
+        for top, known_top in zip(request.tops, known.tops, strict=True):
+            assert [token for token, _ in top] == [token for token, _ in known_top]
+            assert [value for _, value in top] == pytest.approx([value for _, value in known_top], abs=1e-4)
 
 
 def check_tokens(requests: list[Request], expected: list[Request]) -> None:
@@ -337,8 +343,7 @@ def test_paths_are_reported(either: DeviceModelRunner) -> None:
     if is_captured:
         alone = prompt = pb.STEP_PATH_GRAPH
     cases = {
-        pb.STEP_PATH_FILTERS: {"sampling": {**SAMPLE, "watermark_gamma": 0.5}},
-        pb.STEP_PATH_DETAILS: {"details": {"ranks": True}},
+        pb.STEP_PATH_DETAILS: {"details": {"top_n": MAX_TOP_N + 1}},
         pb.STEP_PATH_LISTS: {"eos": MANY},
     }
     steps = Steps(either.info.block_size, either.info.num_blocks)
@@ -349,9 +354,16 @@ def test_paths_are_reported(either: DeviceModelRunner) -> None:
         answers = [either.launch(steps.step(*step)).answer() for step in zip(work, opened, strict=True)]
         assert [answer.path for answer in answers] == [prompt, path, path]
     filters = {**SAMPLE, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9}
-    for sampling in GREEDY, filters:
+    for sampling in GREEDY, filters, {**SAMPLE, "watermark_gamma": 0.5}:
         sampled = steps.step([(7, 0, 1)], [opening(Request([5], 5, sampling=sampling, row=7))], closed=[7])
         assert either.launch(sampled).answer().path == alone
+    for kind in {"ranks": True}, {"top_n": MAX_TOP_N, "raw": True}:
+        request = Request([5], 5, row=7, details=kind)
+        sampled = steps.step([(7, 0, 1)], [opening(request)], closed=[7])
+        assert either.launch(sampled).answer().path == alone
+    request = Request([5, 6], 5, row=6, details={"logprobs": True, "input_tokens": True})
+    scored = steps.step([(6, 0, 2)], [opening(request)])
+    assert either.launch(scored).answer().path == pb.STEP_PATH_PROMPT
     drafted = steps.step([(7, 1, 2)], drafts={7: [9, 9]})
     assert either.launch(drafted).answer().path == (pb.STEP_PATH_DRAFTS if is_captured else alone)
     assert either.launch(steps.step([])).answer().path == pb.STEP_PATH_UNSPECIFIED

@@ -16,6 +16,9 @@ MAX_PLAIN = 256
 
 
 class DraftTrial:
+    """Steps with drafts. Every second one has a single draft, so that the cost of each further draft is known
+    as well as that of having drafts at all."""
+
     def __init__(self) -> None:
         self.num_steps = 0
         self.num_accepted = 0
@@ -23,6 +26,8 @@ class DraftTrial:
         self._num_empty = 0
         self._num_plain = 0
         self._is_due = False
+        self._has_single = False  # the next step with drafts has one
+        self._timed = set[int]()  # numbers of drafts of the steps so far
         self._tried: WeakSet[Sequence] = WeakSet()  # in the present turn
 
     def begin(self, num_plain_steps: int) -> bool:
@@ -39,6 +44,17 @@ class DraftTrial:
         self._tried.add(sequence)
         self._is_due = False
         return True
+
+    def choose_number(self, max_drafts: int) -> int:
+        """Return the number of drafts of the next step with some, at most `max_drafts`."""
+        has_single, self._has_single = self._has_single, not self._has_single
+        return 1 if has_single else max_drafts
+
+    def is_warm(self, num_drafts: int) -> bool:
+        """Return True if there was a step with that many drafts. The first one is slow."""
+        is_warm = num_drafts in self._timed
+        self._timed.add(num_drafts)
+        return is_warm
 
     @property
     def is_over(self) -> bool:

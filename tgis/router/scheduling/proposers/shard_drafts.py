@@ -33,6 +33,9 @@ MAX_UNPAID_STEPS = 64
 # From then on, a new sequence is followed for a trial after this number of steps without drafts, after twice
 # as many if the trial fails, and so on up to the maximum.
 MIN_PAUSE, MAX_PAUSE = 256, 8192
+# One in so many times, a sequence gets another number of drafts than the best one, so that the cost of each
+# draft and the rates of all positions stay known.
+EXPLORING = 64
 SEQUENCE_PAUSE = 32  # steps after which a sequence gets a draft again, although they do not pay for it
 
 
@@ -42,7 +45,7 @@ class AcceptanceRates:
     def __init__(self, rates: Iterable[float], min_weight: float, num_observed: int) -> None:
         self._rates = list(rates)
         self._min_weight = min_weight
-        self._num_observed = num_observed
+        self._num_observed = [num_observed] * len(self._rates)
         self.num_skipped = 0  # steps without drafts since the last ones
 
     def copy(self, weight: float) -> "AcceptanceRates":
@@ -54,13 +57,13 @@ class AcceptanceRates:
 
     def forget(self, num_observed: int) -> None:
         """Give the rates the weight of that many observations."""
-        self._num_observed = num_observed
+        self._num_observed = [num_observed] * len(self._rates)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         self.num_skipped = 0
-        self._num_observed += 1
-        weight = max(1 / self._num_observed, self._min_weight)
         for position in range(min(num_accepted + 1, num_drafts, len(self._rates))):
+            self._num_observed[position] += 1
+            weight = max(1 / self._num_observed[position], self._min_weight)
             self._rates[position] += weight * ((position < num_accepted) - self._rates[position])
 
 
@@ -89,10 +92,14 @@ class ShardDrafts:
     rates and costs are those of a trial, not of its first drafts. A service begins with a trial that follows
     all sequences."""
 
-    def __init__(self, max_drafts: int, predict: Callable[[int], float]) -> None:
-        """Create a proposer of at most `max_drafts` per sequence. `predict` returns the duration in seconds
-        of a step with a number of tokens and without drafts."""
+    def __init__(
+        self, max_drafts: int, predict: Callable[[int], float], max_sequences: int | None = None
+    ) -> None:
+        """Create a proposer of at most `max_drafts` per sequence, for at most `max_sequences` in a step if
+        there is such a limit. `predict` returns the duration in seconds of a step with a number of tokens and
+        without drafts."""
         self._max_drafts = max_drafts
+        self._max_sequences = max_sequences
         self._predict = predict
         self._rates = AcceptanceRates([FIRST_RATE] * max_drafts, MIN_WEIGHT, FIRST_WEIGHT)
         self._rates_of: WeakKeyDictionary[Sequence, AcceptanceRates] = WeakKeyDictionary()
@@ -100,6 +107,8 @@ class ShardDrafts:
         self._follow_fit = LinearFit(FOLLOW_DECAY)
         self._costs = Costs(0.0, 0.0, 0.0)
         self._left = 0
+        self._sequences_left = 0
+        self._num_drafting = 0  # number of times that a sequence got drafts because they pay
         self._pays = False
         self._trial: DraftTrial | None = DraftTrial()
         self._is_active = True
@@ -114,6 +123,11 @@ class ShardDrafts:
         """False while drafts are not expected to pay, so that new sequences are followed only for trials."""
         return self._is_active
 
+    @property
+    def costs(self) -> tuple[float, float]:
+        """Measured seconds that drafts add to a step: of having some at all, and of each."""
+        return self._cost_fit.solve()
+
     def begin(self, num_sequences: int, max_drafts: int) -> bool:
         """Begin a step with at most `max_drafts` drafts. Return whether any sequence should get drafts or
         wait."""
@@ -122,6 +136,7 @@ class ShardDrafts:
         if max_drafts <= 0 or step <= 0:
             return False
         self._left = max_drafts
+        self._sequences_left = max_drafts if self._max_sequences is None else self._max_sequences
         if self._trial is not None:
             return self._trial.begin(self._num_plain_steps)
         num_followed = min(num_sequences, len(self._followed))
@@ -148,7 +163,8 @@ class ShardDrafts:
         would_pay = self._would_pay(num_sequences)
         if would_pay and not self._is_active:
             self._is_active = True
-            logger.info("drafts of the speculator are expected to pay again: new inputs get some")
+            text = "drafts of the speculator are expected to pay again: new inputs get some (%s)"
+            logger.info(text, self._describe(num_sequences))
         return would_pay
 
     def _needs_one(self) -> bool:
@@ -172,19 +188,29 @@ class ShardDrafts:
         if rates is None:
             rates = self._rates_of[sequence] = self._rates.copy(SEQUENCE_WEIGHT)
         count = 0
-        if max_drafts > 0:
+        if max_drafts > 0 and self._sequences_left:
             count, _ = find_best(rates.chances()[:max_drafts], self._costs)
-            if not count and rates.num_skipped >= SEQUENCE_PAUSE:
+            if count:
+                count = self._explore(count, max_drafts)
+            elif rates.num_skipped >= SEQUENCE_PAUSE:
                 count = 1
         rates.num_skipped += not (count or sequence.num_unanswered)
         self._left -= count
+        self._sequences_left -= count > 0
         return Drafts(max_proposed=count, waits=True)
+
+    def _explore(self, count: int, max_drafts: int) -> int:
+        """Return the number of drafts, or now and then another one."""
+        self._num_drafting += 1
+        if self._num_drafting % EXPLORING:
+            return count
+        return max_drafts if count < max_drafts else 1
 
     def _try_drafts(self, sequence: Sequence, max_drafts: int) -> Drafts:
         if self._trial is None or max_drafts <= 0 or not self._trial.takes(sequence):
             return NO_DRAFTS
         self._num_plain_steps = 0  # before the answer, which comes after some plain steps
-        return Drafts(max_proposed=max_drafts)
+        return Drafts(max_proposed=self._trial.choose_number(max_drafts))
 
     def observe(self, step: Step, results: Iterable[DraftResult], seconds: float, follow_s: float) -> None:
         """Learn the acceptance rates, and the costs from the steps without prompts."""
@@ -197,7 +223,7 @@ class ShardDrafts:
             if (rates := self._rates_of.get(result.sequence)) is not None:
                 rates.observe(result.num_drafts, result.num_accepted)
         if self._trial is None:
-            self._count_unpaid()
+            self._count_unpaid(len(step.work))
         elif step.max_proposed or step.num_followed:
             self._judge(self._trial, step, sum(result.num_accepted for result in results), bool(num_drafts))
 
@@ -208,8 +234,7 @@ class ShardDrafts:
                 self._follow_fit.observe(step.num_followed, follow_s)
             return
         self._num_plain_steps = 0
-        is_first = self._trial is not None and not self._trial.num_steps
-        if num_drafts and not is_first:
+        if num_drafts and (self._trial is None or self._trial.is_warm(num_drafts)):
             plain = self._predict(step.num_tokens - step.max_proposed)
             self._cost_fit.observe(num_drafts, min(max(seconds - plain, 0.0), MAX_COST * plain))
 
@@ -229,27 +254,40 @@ class ShardDrafts:
         if not self._is_useless and self._would_pay(num_sequences):
             self._is_active = True
             self._pause = MIN_PAUSE
-            logger.info("drafts of the speculator are expected to pay: new inputs get some")
+            text = "drafts of the speculator are expected to pay: new inputs get some (%s)"
+            logger.info(text, self._describe(num_sequences))
         else:
-            self._stop_following()
+            self._stop_following(num_sequences)
 
-    def _count_unpaid(self) -> None:
+    def _count_unpaid(self, num_sequences: int) -> None:
         """Count steps in which drafts do not pay. After too many, let the shards follow no sequence."""
         self._num_unpaid_steps = 0 if self._pays or not self._followed else self._num_unpaid_steps + 1
         if self._num_unpaid_steps > MAX_UNPAID_STEPS:
-            self._stop_following()
+            self._stop_following(num_sequences)
 
-    def _stop_following(self) -> None:
+    def _stop_following(self, num_sequences: int) -> None:
         """Let the shards follow no sequence, and choose the number of steps before the next trial."""
         for sequence in self._followed:
             stop_following(sequence)
         self._followed.clear()
         if self._is_active:
             self._is_active = False
-            logger.info("drafts of the speculator do not pay: it is no longer computed, except for trials")
+            text = "drafts of the speculator do not pay: it is no longer computed, except for trials (%s)"
+            logger.info(text, self._describe(num_sequences))
         else:
             self._pause = min(2 * self._pause, MAX_PAUSE)
         self._num_plain_steps = self._num_unpaid_steps = 0
+
+    def _describe(self, num_sequences: int) -> str:
+        """Return the acceptance rates and the costs for that many sequences, as text for the log."""
+        shares = " ".join(f"{chance:.2f}" for chance in self._rates.chances())
+        per_step, per_draft = self.costs
+        step, follow = self._predict(num_sequences), self._predict_following(num_sequences)
+        return (
+            f"accepted by position: {shares}; drafts of a step cost {1e3 * per_step:.2f} ms and each of them "
+            f"{1e3 * per_draft:.2f} ms, a step of {num_sequences} inputs without drafts takes "
+            f"{1e3 * step:.2f} ms, of which the speculator takes {1e3 * follow:.2f} ms"
+        )
 
     def _would_pay(self, num_sequences: int) -> bool:
         """Return True if drafts are expected to pay for that many sequences."""
@@ -270,7 +308,8 @@ class ShardDrafts:
         """Return the seconds that the best number of drafts is expected to save in a step, or less than zero
         if it costs more. `num_followed` sequences can have drafts."""
         _, gain = find_best(chances, costs)
-        return num_followed * gain - costs.per_step - self._predict_following(num_followed)
+        num_drafting = min(num_followed, self._max_sequences or num_followed)
+        return num_drafting * gain - costs.per_step - self._predict_following(num_followed)
 
     def _predict_following(self, num_followed: int) -> float:
         """Return the predicted seconds in which the speculator follows a step of that many sequences."""

@@ -16,6 +16,7 @@ from tgis.shard.kernels.cuda import (
     sample,
     turn_and_keep,
 )
+from tgis.shard.kernels.cuda.details import describe
 from tgis.shard.kernels.cuda.functions import accept_drafts
 from tgis.shard.kernels.cuda.states import convolve, keep_inputs, scan_delta, scan_mamba
 
@@ -28,6 +29,7 @@ KERNELS: dict[str, ModuleType] = {
     "attend_tiles": attend_tiles,
     "gate": gate,
     "sample": sample,
+    "describe": describe,
     "accept_drafts": accept_drafts,
     "convolve": convolve,
     "scan_mamba": scan_mamba,
@@ -49,6 +51,7 @@ class Implementations:
     attend_tiles: Callable[..., None]
     gate: Callable[..., Tensor]
     sample: Callable[..., None]
+    describe: Callable[..., None]
     accept_drafts: Callable[..., None]
     convolve: Callable[..., Tensor]
     scan_mamba: Callable[..., Tensor]

@@ -1,7 +1,7 @@
 """Samples the next tokens of rows and appends them to the rows' state on the device.
 
-Logits are changed in the order of `sampling.sampler`. Rows with watermarks or token details are sampled on
-the host instead."""
+Logits are changed in the order of `sampling.sampler`. Details of the tokens are computed by `describe` from
+scores that `sample` writes."""
 
 import torch
 import triton
@@ -13,8 +13,11 @@ from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
     MAX_COUNT,
     MAX_STOP_IDS,
+    DetailQuestions,
     Flag,
+    Query,
     RowState,
+    Wanted,
     Word,
     as_float,
 )
@@ -24,13 +27,20 @@ from tgis.shard.sampling.sampler import MAX_FACTOR
 BLOCK, NUM_WARPS = 2048, 4  # 16 tokens per thread; a single sample occupies half of a GPU
 
 
-def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor) -> None:
+def launch(
+    logits: Tensor,
+    rows: RowState,
+    sampled_rows: Tensor,
+    answers: Tensor,
+    questions: DetailQuestions | None = None,
+) -> None:
     """Sample from logits, contiguous float32 [n, vocab_size].
 
     Logits of rows that draw a token are changed in place, those of ended rows are not, and those of other
     rows are undefined afterwards.
     sampled_rows: int32 [n], each row at most once, except the idle row. answers: int32 [n, 2], receives the
-    token and `Flag`s. Ended rows are not sampled, and their flags are 0."""
+    token and `Flag`s. Ended rows are not sampled, and their flags are 0. questions, if given, receives the
+    questions for the details that rows want. It does not change the tokens."""
     num_samples, vocab_size = logits.shape
     assert logits.is_contiguous(), "rows are contiguous"
     if not num_samples:
@@ -44,14 +54,17 @@ def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor
     sizes = {"VOCAB_SIZE": vocab_size, "MAX_STOP_IDS": MAX_STOP_IDS}
     blocks = {"NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": triton.next_power_of_2(num_blocks)}
     biases = rows.bias_token_ids, rows.biases
+    described, queries = (None, None) if questions is None else questions
     adjust[num_blocks, num_samples](
         *inputs,
         rows.masks,
+        rows.greens,
         *biases,
         rows.stop_ids,
         rows.token_counts,
         highest,
         best,
+        described,
         MAX_BIASES=MAX_BIASES,
         BLOCK=BLOCK,
         **sizes,
@@ -59,21 +72,26 @@ def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor
     )
     limits = filters.find_limits(*inputs, highest)
     race_results = keys, winners
-    race[num_blocks, num_samples](
-        *inputs, highest, limits, *race_results, VOCAB_SIZE=vocab_size, BLOCK=BLOCK, **blocks, **options
-    )
+    raced = {"VOCAB_SIZE": vocab_size, "BLOCK": BLOCK, **blocks, **options}
+    race[num_blocks, num_samples](*inputs, highest, limits, *race_results, described, **raced)
     tables = rows.words, rows.stop_ids, rows.token_counts
     append[(num_samples,)](
-        sampled_rows, *tables, highest, best, *race_results, answers, **sizes, **blocks, num_warps=1
+        sampled_rows, *tables, highest, best, *race_results, answers, queries, **sizes, **blocks, num_warps=1
     )
 
 
-def plain(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor) -> None:
+def plain(
+    logits: Tensor,
+    rows: RowState,
+    sampled_rows: Tensor,
+    answers: Tensor,
+    questions: DetailQuestions | None = None,
+) -> None:
     index = sampled_rows.long()
     words = rows.words[index]  # [n, len(Word)]
-    before = logits.clone()
+    raw = logits.clone()
     _change(logits, rows, index, words)
-    logits.copy_(torch.where(words[:, Word.ENDED, None] != 0, before, logits))
+    logits.copy_(torch.where(words[:, Word.ENDED, None] != 0, raw, logits))
     highest = logits.max(-1).values
     best = logits.argmax(-1)
     is_usable = highest.isfinite()
@@ -82,7 +100,31 @@ def plain(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     drawn = draw_columns(scores, _draw_keys(words), ids)
     tokens = torch.where(words[:, Word["GREEDY"]] != 0, best, drawn)
+    if questions is not None:
+        _ask(questions, raw, logits, scores, tokens, is_usable, words)
     _append(tokens, is_usable, rows, index, words, answers)
+
+
+def _ask(
+    questions: DetailQuestions,
+    raw: Tensor,
+    logits: Tensor,
+    scores: Tensor,
+    tokens: Tensor,
+    is_usable: Tensor,
+    words: Tensor,
+) -> None:
+    """Write the questions of rows that sample a token. `logits` are changed, `scores` also filtered."""
+    is_sampled = (words[:, Word.ENDED] == 0) & is_usable
+    wanted = words[:, Word.DETAILS]
+    final = torch.where(words[:, Word["GREEDY"], None] != 0, logits, scores)
+    described = torch.where(wanted[:, None] == int(Wanted.RAW), raw, final)
+    is_asked = is_sampled & (wanted != 0)
+    questions.scores.copy_(torch.where(is_asked[:, None], described, questions.scores))
+    asked = torch.stack((tokens.int(), words[:, Word.TOP_N], is_asked.int()), 1)
+    unasked = questions.queries.clone()
+    unasked[:, int(Query.IS_ASKED)] = 0
+    questions.queries.copy_(torch.where(is_sampled[:, None], asked, unasked))
 
 
 def _change(logits: Tensor, rows: RowState, index: Tensor, words: Tensor) -> None:
@@ -94,6 +136,10 @@ def _change(logits: Tensor, rows: RowState, index: Tensor, words: Tensor) -> Non
     bias_ids = rows.bias_token_ids[index].long()  # [n, MAX_BIASES]
     has_bias = torch.arange(bias_ids.shape[1], device=ids.device) < words[:, Word.NUM_BIASES, None]
     logits.scatter_add_(1, bias_ids.where(has_bias, 0), rows.biases[index].where(has_bias, 0.0))
+    is_green = (rows.greens[index][:, ids // 32] >> (ids % 32).int()) & 1 != 0
+    is_marked = as_float(words[:, Word["WATERMARK_GAMMA"]]) > 0
+    delta = as_float(words[:, Word["WATERMARK_DELTA"]])
+    logits.copy_(torch.where(is_green & is_marked[:, None], logits + delta[:, None], logits))
     num_generated = words[:, Word.LENGTH] - words[:, Word.PROMPT_LEN]
     is_early = (num_generated < words[:, Word["MIN_NEW_TOKENS"]]) & (words[:, Word.MUST_END] == 0)
     is_stop = _stop_mask(rows.stop_ids[index], words, vocab_size)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tgis.sampling_parameters import PARAMETERS
+from tgis.shard.sampling.logprobs import MAX_TIES
 
 # The kernel computes segments of a sequence's keys independently. The length of a segment depends only on the
 # length of its sequence, so other sequences cannot change the order of sums.
@@ -20,8 +21,9 @@ MAX_SEGMENTS = 32  # maximum per sequence; longer sequences have longer segments
 # Number of tokens by which the sums of recurrent layers advance: the smallest size of tensor-core products.
 STATE_CHUNK = 16
 
-# Maximum stop token ids and logit biases of a row. Rows with more are sampled on the host.
-MAX_STOP_IDS, MAX_BIASES = 32, 1024
+# Maximum stop token ids, logit biases and top tokens of a row. Rows with more are sampled on the host.
+MAX_STOP_IDS, MAX_BIASES, MAX_TOP_N = 128, 1024, 20
+MAX_TOPS = MAX_TIES * MAX_TOP_N  # maximum length of a list of top tokens, including ties
 MAX_COUNT = (1 << 15) - 1  # saturation value of `RowState.token_counts`
 
 
@@ -42,6 +44,8 @@ class Word(IntEnum):
     NUM_BIASES = auto()
     IS_GUIDED = auto()  # `RowState.masks` restricts the next token
     MUST_END = auto()  # the grammar allows only the end
+    DETAILS = auto()  # a `Wanted`
+    TOP_N = auto()  # number of top tokens to report
     SEED_LOW = auto()
     SEED_HIGH = auto()
     for _name in (each.name.upper() for each in PARAMETERS if each.name != "seed"):
@@ -50,6 +54,14 @@ class Word(IntEnum):
 
 OFF_WORDS = {Word[each.name.upper()]: each.off for each in PARAMETERS if isinstance(each.off, float)}
 """Off values of parameters of type float. Those of other types are 0, except for GREEDY."""
+
+
+class Wanted(IntEnum):
+    """Scores from which the details of a row's sampled tokens are computed."""
+
+    NOTHING = 0
+    FINAL = 1  # those from which the token is chosen
+    RAW = 2  # the model's own logits
 
 
 class Flag(IntEnum):
@@ -72,6 +84,7 @@ class RowState:
     biases: Tensor  # float32 [num_rows + 1, MAX_BIASES]
     token_counts: Tensor  # int16 [num_rows + 1, vocab_size]: lower 15 bits count generated; sign: in prompt
     masks: Tensor  # int32 [num_rows + 1, ceil(vocab_size / 32)]; bit i % 32 of word i / 32: token i allowed
+    greens: Tensor  # int32, as `masks`: token i is green, see `sampling.watermark`
     dummy_slot: int  # first slot of the dummy block
 
     @property
@@ -132,6 +145,42 @@ class StepTensors(NamedTuple):
             cross_lens=tensor(num_seqs, torch.int32),
             cross_work_starts=tensor(num_single + 1, torch.int32),
         )
+
+
+class Query(IntEnum):
+    """Columns of a question for the details of a token."""
+
+    TOKEN_ID = 0
+    TOP_N = 1  # number of top tokens
+    IS_ASKED = 2  # 0: the others are undefined, and there is no answer
+
+
+class DetailQuestions(NamedTuple):
+    """Inputs of `describe` for n tokens."""
+
+    scores: Tensor  # float32 [n, vocab_size], -inf where excluded; undefined if the question is not asked
+    queries: Tensor  # int32 [n, len(Query)]
+
+    @classmethod
+    def empty(cls, num_tokens: int, vocab_size: int, device: torch.device) -> "DetailQuestions":
+        scores = torch.empty((num_tokens, vocab_size), device=device)
+        return cls(scores, torch.empty((num_tokens, len(Query)), dtype=torch.int32, device=device))
+
+
+class DeviceDetails(NamedTuple):
+    """Details of n tokens, written by `describe`, with lists of up to `max_tops` top tokens. The lists have
+    ascending token ids."""
+
+    words: Tensor  # int32 [n, 2 + max_tops]: rank, number of top tokens, their ids
+    logprobs: Tensor  # float32 [n, 1 + max_tops], of the token and of the top tokens
+
+    @classmethod
+    def empty(cls, num_tokens: int, max_tops: int, device: torch.device) -> "DeviceDetails":
+        words = torch.empty((num_tokens, 2 + max_tops), dtype=torch.int32, device=device)
+        return cls(words, torch.empty((num_tokens, 1 + max_tops), device=device))
+
+    def first(self, num_tokens: int) -> "DeviceDetails":
+        return DeviceDetails(self.words[:num_tokens], self.logprobs[:num_tokens])
 
 
 class Segments(NamedTuple):

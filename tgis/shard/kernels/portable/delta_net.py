@@ -1,7 +1,5 @@
 """Gated DeltaNet in plain torch operators, for any device, token by token."""
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,8 +18,9 @@ def mix_delta(rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: 
     decays, strengths = _find_factors(gates.float(), mixer)
     windows, sums = states.cache.windows(layer), states.cache.sums(layer)
     y = torch.empty(len(rows), sizes.num_heads, sizes.head_dim, device=rows.device)
-    spans = pairwise(states.begins.tolist())
-    for slot, (begin, end) in zip(states.slots.tolist(), spans, strict=True):
+    for source, slot, begin, end in states.list_spans():
+        if source != slot:
+            windows[slot], sums[slot] = windows[source], sums[source]
         at = slice(begin, end)
         mixed = convolve(channels[at], mixer.kernel, mixer.kernel_bias, windows[slot])
         y[at] = _advance(*_split(mixed, sizes), decays[at], strengths[at], sizes, sums[slot])

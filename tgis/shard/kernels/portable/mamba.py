@@ -1,7 +1,5 @@
 """Mamba 2 in plain torch operators, for any device: products of matrices for chunks of tokens."""
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,8 +18,9 @@ def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> T
     _, channels, times = torch.split(rows.float(), parts, -1)
     windows, sums = states.cache.windows(layer), states.cache.sums(layer)
     out = torch.empty(len(rows), sizes.width, device=rows.device)
-    spans = pairwise(states.begins.tolist())
-    for slot, (begin, end) in zip(states.slots.tolist(), spans, strict=True):
+    for source, slot, begin, end in states.list_spans():
+        if source != slot:
+            windows[slot], sums[slot] = windows[source], sums[source]
         mixed = convolve(channels[begin:end], mixer.kernel, mixer.kernel_bias, windows[slot])
         out[begin:end] = _scan(mixed, times[begin:end], mixer, sums[slot])
     return out

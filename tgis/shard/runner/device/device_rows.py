@@ -60,6 +60,7 @@ def allocate_rows(max_rows: int, limits: RowLimits, dummy_block: int, device: to
         biases=table(MAX_BIASES, 0, torch.float32),
         token_counts=table(limits.vocab_size, 0, torch.int16),
         masks=table(-(-limits.vocab_size // 32), 0),
+        greens=table(-(-limits.vocab_size // 32), 0),
         dummy_slot=dummy_block * limits.block_size,
     )
 

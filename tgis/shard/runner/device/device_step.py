@@ -4,6 +4,7 @@ Steps with drafts are sampled in rounds: the first one samples each row once, an
 the rows whose last sampled token is the next draft."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -13,7 +14,15 @@ from torch import Tensor
 from tgis.shard.attention.interface import Attention, StepLayout
 from tgis.shard.kernels.cuda.attention import CudaPlan
 from tgis.shard.kernels.cuda.implementations import Implementations
-from tgis.shard.kernels.cuda.step_state import RowState, Segments, StagedStep, StepTensors
+from tgis.shard.kernels.cuda.step_state import (
+    MAX_TOPS,
+    DetailQuestions,
+    DeviceDetails,
+    RowState,
+    Segments,
+    StagedStep,
+    StepTensors,
+)
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.memory.state_cache import StateCache, StepStates
 from tgis.shard.models.interface import Model, StepInputs, VirtualTokens
@@ -84,6 +93,18 @@ class DeviceModel:
         adapters = inputs.adapters
         return Outputs(x, self.model.logits(x[at], adapters and adapters.take(at)))
 
+    def sample(
+        self, logits: Tensor, rows: Tensor, answers: Tensor, details: DeviceDetails | None = None
+    ) -> None:
+        """Sample the next tokens of rows [n] from logits [n, vocab_size], and compute their details."""
+        if details is None:
+            self.kernels.sample(logits, self.state, rows, answers)
+            return
+        num_rows, vocab_size = logits.shape
+        questions = DetailQuestions.empty(num_rows, vocab_size, logits.device)
+        self.kernels.sample(logits, self.state, rows, answers, questions)
+        self.kernels.describe(questions, details)
+
 
 def find_states(cache: StateCache, spans: Tensor) -> StepStates:
     """Return the states of a step's spans, see `StagedStep`."""
@@ -107,17 +128,17 @@ class RoundMemory(NamedTuple):
 
 
 def sample_next(
-    kernels: Implementations,
-    state: RowState,
+    on: DeviceModel,
     staged: StagedStep,
     logits: Tensor,
     answers: Tensor,
     memory: RoundMemory,
+    details: DeviceDetails | None = None,
 ) -> None:
-    """Do a further round. `answers` has the answers of all rounds so far, and receives those of this one: no
-    sample has more than one. The logits of samples of later rounds do not change."""
-    kernels.accept_drafts(staged, state, answers, memory.rows)
-    kernels.sample(logits, state, memory.rows, memory.answers)
+    """Do a further round. `answers` and `details` have the results of all rounds so far, and receive those of
+    this one: no sample has more than one. The logits of samples of later rounds do not change."""
+    on.kernels.accept_drafts(staged, on.state, answers, memory.rows)
+    on.sample(logits, memory.rows, memory.answers, details)
     answers.add_(memory.answers)
 
 
@@ -150,18 +171,22 @@ class EagerStep:
         return self._outputs
 
     @torch.inference_mode()
-    def sample(self) -> None:
+    def sample(self, details: DeviceDetails | None = None) -> None:
         logits = self.outputs().logits
-        self._on.kernels.sample(logits, self._on.state, self._staged.sampled_rows, self.answers)
+        assert logits is not None
+        self._on.sample(logits, self._staged.sampled_rows, self.answers, details)
+
+    @cached_property
+    def details(self) -> DeviceDetails:
+        return DeviceDetails.empty(len(self.answers), MAX_TOPS, self.answers.device)
 
     @torch.inference_mode()
-    def sample_next(self) -> None:
+    def sample_next(self, details: DeviceDetails | None = None) -> None:
         """Sample the rows whose last sampled token is the next draft."""
         logits = self.outputs().logits
         assert logits is not None, "the step has drafts"
-        on = self._on
         memory = RoundMemory.allocate(len(self.answers), self.answers.device)
-        sample_next(on.kernels, on.state, self._staged, logits, self.answers, memory)
+        sample_next(self._on, self._staged, logits, self.answers, memory, details)
 
 
 class FixedSteps:
@@ -176,6 +201,7 @@ class FixedSteps:
         _, num_words = place_arrays([prod(shape) for shape in shapes])
         self.staged = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         self.answers = torch.zeros((max_rows, 2), dtype=torch.int32, device=self._device)
+        self.details = DeviceDetails.empty(max_rows, MAX_TOPS, self._device)
         self._round = RoundMemory.allocate(max_rows, self._device)
         self._logits: Tensor | None = None
 
@@ -197,6 +223,8 @@ class FixedSteps:
         num_sampled = len(arrays.sampled_x)
         logits = self.logits[:num_sampled]
         answers = self.answers[:num_sampled]
+        details = self.details.first(num_sampled)
+        memory = self._round.take(num_sampled)
 
         def forward() -> None:
             computed = self._on.compute(staged, tensors, inputs).logits
@@ -204,10 +232,16 @@ class FixedSteps:
             logits.copy_(computed)
 
         def sample() -> None:
-            self._on.kernels.sample(logits, self._on.state, staged.sampled_rows, answers)
+            self._on.sample(logits, staged.sampled_rows, answers)
+
+        def sample_detailed() -> None:
+            self._on.sample(logits, staged.sampled_rows, answers, details)
 
         def sample_after() -> None:
-            on = self._on
-            sample_next(on.kernels, on.state, staged, logits, answers, self._round.take(num_sampled))
+            sample_next(self._on, staged, logits, answers, memory)
 
-        return StepParts(*map(torch.inference_mode(), (forward, sample, sample_after)))
+        def sample_after_detailed() -> None:
+            sample_next(self._on, staged, logits, answers, memory, details)
+
+        parts = forward, sample, sample_detailed, sample_after, sample_after_detailed
+        return StepParts(*map(torch.inference_mode(), parts))

@@ -13,7 +13,7 @@ import torch
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
-from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, Flag, RowState
+from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, MAX_TOP_N, Flag, RowState, Wanted
 from tgis.shard.runner.batch_builder import Work
 from tgis.shard.runner.columns import NOT_WANTED, read_column
 from tgis.shard.runner.device.device_rows import CountedTokens, RowUpdates, count_tokens, make_words
@@ -67,6 +67,8 @@ class DeviceTable(RowTable):
         self._host_paths = np.zeros(max_rows, np.int64)  # StepPath: why the host must sample the row
         self._has_counts = np.zeros(max_rows, np.bool_)  # a penalty reads the token counts
         self._is_guided = np.zeros(max_rows, np.bool_)
+        self.is_marked = np.zeros(max_rows, np.bool_)  # has a watermark
+        self.wants_details = np.zeros(max_rows, np.bool_)
         self._is_biased = np.zeros(max_rows, np.bool_)  # on the device
         self._stale: set[int] = set()  # rows whose words must be sent
         self._opened: set[int] = set()  # rows whose lists must be sent
@@ -90,7 +92,9 @@ class DeviceTable(RowTable):
         row = message.row
         params = self.rows[row]
         self._sequence_numbers[row] += 1
-        self._host_paths[row] = _find_host_path(message, params)
+        self._host_paths[row] = _find_host_path(message)
+        self.is_marked[row] = params["watermark_gamma"] > 0
+        self.wants_details[row] = params["logprobs"] or params["ranks"] or params["top_n"] > 0
         penalties = params["repetition_penalty"] != 1, params["presence_penalty"], params["frequency_penalty"]
         self._has_counts[row] = any(penalties)
         self._is_guided[row] = message.HasField("grammar")
@@ -124,7 +128,7 @@ class DeviceTable(RowTable):
             read_column(column).astype(np.int64) for column in (request.rows, request.starts, request.ends)
         )
         is_reported = (self.input_from[rows] != NOT_WANTED) & (starts < self.rows["prompt_len"][rows])
-        if is_reported.any():
+        if (is_reported & (self.rows["top_n"][rows] > MAX_TOP_N)).any():
             return pb.STEP_PATH_DETAILS
         paths = self._host_paths[rows[(ends == self.lengths[rows]) & ~self.ended[rows]]]
         return cast(pb.StepPath, int(paths.max(initial=pb.STEP_PATH_UNSPECIFIED)))
@@ -213,6 +217,7 @@ class DeviceTable(RowTable):
         eos = self.ragged["eos_token_ids"]
         biases = self.ragged["bias_token_ids"]
         switch_len = self.limits.rope_switch_len
+        wanted = np.where(state["raw"], int(Wanted.RAW), int(Wanted.FINAL))
         return make_words(
             state,
             last_token=self.token_ids[rows, np.maximum(lengths - 1, 0)],
@@ -220,6 +225,7 @@ class DeviceTable(RowTable):
             num_stop_ids=eos.lengths[rows].clip(max=MAX_STOP_IDS),
             num_biases=biases.lengths[rows].clip(max=MAX_BIASES),
             is_guided=self._is_guided[rows],
+            details=wanted * self.wants_details[rows],
         )
 
     def _list_cross_blocks(self, row: int) -> Words:
@@ -241,13 +247,10 @@ class DeviceTable(RowTable):
         return _columns(row, ids, counts)
 
 
-def _find_host_path(message: pb.OpenRow, params: npt.NDArray[np.void]) -> pb.StepPath:
+def _find_host_path(message: pb.OpenRow) -> pb.StepPath:
     """Return why the host must sample the row; unspecified if the device can."""
-    details = message.details
-    if details.logprobs or details.ranks or details.top_n:
+    if message.details.top_n > MAX_TOP_N:
         return pb.STEP_PATH_DETAILS
-    if params["watermark_gamma"] != 0:
-        return pb.STEP_PATH_FILTERS
     num_stop_ids = len(message.eos_token_ids) // 4
     num_biases = len(message.sampling.bias_token_ids) // 4
     if num_stop_ids > MAX_STOP_IDS or num_biases > MAX_BIASES:

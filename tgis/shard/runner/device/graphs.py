@@ -1,6 +1,7 @@
 """Captures whole steps as CUDA graphs, by size. The forward graph computes the logits; the sampling graph
-samples, appends the tokens and copies the answers. They are separate because sampling may have to wait for
-grammar masks. A third graph samples after accepted drafts, and is replayed once for each draft of a row."""
+samples and appends the tokens; there is a second one that also computes token details. They are separate
+because sampling may have to wait for masks. Two more sample after accepted drafts, without and with details,
+and are replayed once for each draft of a row."""
 
 import gc
 import logging
@@ -27,14 +28,19 @@ class StepParts(NamedTuple):
 
     forward: Callable[[], None]
     sample: Callable[[], None]
-    sample_next: Callable[[], None] = lambda: None  # samples the rows whose last sampled token is a draft
+    sample_detailed: Callable[[], None]
+    """The same as `sample`, and computes token details."""
+    sample_next: Callable[[], None] = lambda: None
+    """Samples the rows whose last sampled token is a draft."""
+    sample_next_detailed: Callable[[], None] = lambda: None
 
 
 class CapturedStep(NamedTuple):
     size: GraphSize
     forward: Graph
     sample: Graph
-    sample_next: Graph | None  # None if drafts are not expected
+    sample_detailed: Graph
+    sample_next: tuple[Graph, Graph] | None  # without and with details; None if drafts are not expected
     parts: StepParts  # kept because the graphs use its memory
 
 
@@ -121,7 +127,8 @@ class StepGraphs:
         try:
             forward = self._stream.capture(parts.forward)
             sample = self._stream.capture(parts.sample)
-            sample_next = self._stream.capture(parts.sample_next) if self._has_drafts else None
+            sample_detailed = self._stream.capture(parts.sample_detailed)
+            sample_next = self._capture_next(parts) if self._has_drafts else None
         except torch.OutOfMemoryError:
             self.refusal = "out of memory"
             logger.warning("no memory for CUDA graphs of steps of %s: smaller steps use larger graphs", size)
@@ -131,8 +138,11 @@ class StepGraphs:
             logger.warning("no CUDA graphs: steps of %s cannot be captured: %s", size, reason)
             self._drop_kind(size)
             return False
-        self._steps[size] = CapturedStep(size, forward, sample, sample_next, parts)
+        self._steps[size] = CapturedStep(size, forward, sample, sample_detailed, sample_next, parts)
         return True
+
+    def _capture_next(self, parts: StepParts) -> tuple[Graph, Graph]:
+        return self._stream.capture(parts.sample_next), self._stream.capture(parts.sample_next_detailed)
 
     def _drop_kind(self, like: GraphSize) -> None:
         has_prompts = like.num_prompt_tokens > 0

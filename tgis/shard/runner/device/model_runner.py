@@ -12,11 +12,13 @@ from torch import Tensor
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
-from tgis.shard.kernels.cuda.step_state import StagedStep
+from tgis.shard.kernels.cuda.step_state import MAX_TOPS, DeviceDetails, StagedStep
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.columns import read_column
+from tgis.shard.runner.device.details.copies import DetailCopies
+from tgis.shard.runner.device.details.prompt_tokens import PromptDetails
 from tgis.shard.runner.device.device_rows import RowUpdates, apply_updates
 from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSteps
 from tgis.shard.runner.device.device_table import SampledRows
@@ -25,7 +27,7 @@ from tgis.shard.runner.device.masks import MaskUploads
 from tgis.shard.runner.device.pending_step import Clock, PendingStep
 from tgis.shard.runner.device.step_packer import StagedArrays, StagedSize, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
-from tgis.shard.runner.device.uploads import NUM_SLOTS, PinnedRing, Uploads, copy_numbers
+from tgis.shard.runner.device.uploads import NUM_SLOTS, PinnedRing, Uploads, Words, copy_numbers
 from tgis.shard.runner.forward import Outputs
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.host_sampler import HostSampler
@@ -34,6 +36,7 @@ from tgis.shard.runner.model_runner import ComputedStep, close_and_open, list_sa
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import DraftMasks, Guides
+from tgis.shard.sampling.watermark import pack_green
 
 STAGED_WORDS = 1 << 16  # initial size of an upload slot; a larger upload allocates a larger slot
 
@@ -45,9 +48,11 @@ class QueuedStep(NamedTuple):
     sampled_at: Integers  # [num_sampled], indices of the samples' logits and answers
     adapters: TokenAdapters | None
     outputs: Callable[[], Outputs]  # valid after the forward pass
-    sample: Callable[[], None]  # queues the sampling, which writes `answers`
-    sample_next: Callable[[], None]  # queues a further round of sampling, see `device_step`
+    # Queue a round of sampling, see `device_step`. They write `answers` and, with True, `details`.
+    sample: Callable[[bool], None]
+    sample_next: Callable[[bool], None]
     answers: Tensor  # int32 [at least num_sampled, 2]
+    details: Callable[[], DeviceDetails]  # memory of at least num_sampled
 
 
 class DeviceModelRunner:
@@ -84,9 +89,11 @@ class DeviceModelRunner:
         self._uploads = Uploads(stream, STAGED_WORDS)
         self._masks = MaskUploads(stream, on.state)
         self._answer_slots = PinnedRing(stream, max_rows * 2)
+        self._details = DetailCopies(self._table, stream, max_rows * (3 + 2 * MAX_TOPS))
         self._fixed = FixedSteps(on, packer, max_rows, stream)
         self.graphs = StepGraphs(stream, self._make_parts, memory_left, has_drafts=has_drafts)
         self._is_answering = info.rank == 0
+        self._inputs = PromptDetails(on, self._table, self._uploads, stream, self._is_answering)
         self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)
         self._launched = deque[PendingStep]()  # steps whose answers have not been applied to the table
         self._clock = Clock()
@@ -176,14 +183,18 @@ class DeviceModelRunner:
         staged = StagedStep(*self._send_step(arrays))
         step = EagerStep(self._on, staged, size, virtual, adapters)
         self._stream.run(step.forward)
+
+        def sample(is_detailed: bool) -> None:
+            details = step.details if is_detailed else None
+            self._stream.run(lambda: step.sample(details))
+
+        def sample_next(is_detailed: bool) -> None:
+            details = step.details if is_detailed else None
+            self._stream.run(lambda: step.sample_next(details))
+
+        at = np.arange(len(work.sampled_rows))
         return QueuedStep(
-            path,
-            np.arange(len(work.sampled_rows)),
-            adapters,
-            step.outputs,
-            lambda: self._stream.run(step.sample),
-            lambda: self._stream.run(step.sample_next),
-            step.answers,
+            path, at, adapters, step.outputs, sample, sample_next, step.answers, lambda: step.details
         )
 
     def _find_captured(self, arrays: StagedArrays, size: StagedSize) -> CapturedStep | None:
@@ -211,14 +222,18 @@ class DeviceModelRunner:
         if captured.sample_next is None and has_drafts:
             path = pb.STEP_PATH_DRAFTS
 
-        def sample_next() -> None:
-            if captured.sample_next is None:
-                self._stream.run(captured.parts.sample_next)
-            else:
-                captured.sample_next.replay()
+        def sample(is_detailed: bool) -> None:
+            (captured.sample_detailed if is_detailed else captured.sample).replay()
 
-        sample = captured.sample.replay
-        return QueuedStep(path, at, None, outputs, sample, sample_next, self._fixed.answers)
+        def sample_next(is_detailed: bool) -> None:
+            parts = captured.parts
+            if captured.sample_next is not None:
+                captured.sample_next[is_detailed].replay()
+            else:
+                self._stream.run(parts.sample_next_detailed if is_detailed else parts.sample_next)
+
+        fixed = self._fixed
+        return QueuedStep(path, at, None, outputs, sample, sample_next, fixed.answers, lambda: fixed.details)
 
     def _send_step(self, arrays: StagedArrays) -> list[Tensor]:
         """Upload a step and the pending updates of rows."""
@@ -244,27 +259,43 @@ class DeviceModelRunner:
         """Queue a step's sampling and the copy of its answers."""
         sampled = self._table.name_sampled(work)
         slot = self._answer_slots.take(len(step.answers) * 2)
+        inputs = self._inputs.queue(work.input_spans, step.outputs, step.adapters)
+        described = None
         if len(sampled.rows):
             self._send_masks(sampled.first_rows, response)
-            step.sample()
-            if draft_masks is not None:
-                self._sample_drafts(sampled, step, draft_masks)
+            described = self._queue_sampling(sampled, step, draft_masks)
             self._queue_answers(step, slot.memory)
+        details = None
+        if self._is_answering and (inputs or described is not None):
+            details = self._details.queue(inputs, sampled.rows, described)
         event = slot.last_use = self._stream.record()
         self._table.plan_tokens(sampled.first_rows)
         pending = PendingStep(
-            response, self._is_answering, sampled, step.sampled_at, slot, event, self._clock
+            response, self._is_answering, sampled, step.sampled_at, slot, event, self._clock, details
         )
         self._launched.append(pending)
         return pending
 
-    def _sample_drafts(self, sampled: SampledRows, step: QueuedStep, draft_masks: DraftMasks) -> None:
+    def _queue_sampling(
+        self, sampled: SampledRows, step: QueuedStep, draft_masks: DraftMasks | None
+    ) -> DeviceDetails | None:
+        """Queue a step's sampling. Return the memory of the details of its tokens, if any row wants them."""
+        is_detailed = self._is_answering and bool(self._table.wants_details[sampled.rows].any())
+        step.sample(is_detailed)
+        if draft_masks is not None:
+            self._sample_drafts(sampled, step, draft_masks, is_detailed)
+        return step.details().first(int(step.sampled_at.max()) + 1) if is_detailed else None
+
+    def _sample_drafts(
+        self, sampled: SampledRows, step: QueuedStep, draft_masks: DraftMasks, is_detailed: bool
+    ) -> None:
         """Queue a round of sampling for each draft of the row with the most drafts."""
+        greens = self._masks.send_green_rounds(self._list_greens(sampled))
         masks = self._masks.send_rounds(draft_masks())
         for number in range(sampled.num_drafts):
-            if number < len(masks):
-                masks[number]()
-            step.sample_next()
+            for queue in (*greens[number : number + 1], *masks[number : number + 1]):
+                queue()
+            step.sample_next(is_detailed)
 
     def _start_masking(self, work: Work) -> DraftMasks | None:
         """Start to compute the grammar masks after the drafts of a step. Return None if it has none."""
@@ -302,14 +333,40 @@ class DeviceModelRunner:
         self._stream.run(lambda: copy_numbers(answers, target))
 
     def _send_masks(self, rows: Integers, response: pb.StepResponse) -> None:
-        """Send the grammar masks of rows, after the grammars have received the tokens of pending steps."""
-        guided = rows[self._guides.has_guide(rows)]
-        if not len(guided):
+        """Send the grammar masks and green lists of rows, once the tokens of pending steps are known."""
+        masked = rows[self._guides.has_guide(rows) | self._table.is_marked[rows]]
+        if not len(masked):
             return
-        while any(np.isin(guided, pending.sampled.rows).any() for pending in self._launched):
+        while any(np.isin(masked, pending.sampled.rows).any() for pending in self._launched):
             self._launched[0].finish()
             self._apply_answers()
-        live = guided[~self._table.ended[guided]]
+        live = masked[~self._table.ended[masked]]
+        self._send_greens(live[self._table.is_marked[live]])
+        self._send_grammar_masks(live[self._guides.has_guide(live)], response)
+
+    def _send_greens(self, rows: Integers) -> None:
+        if len(rows):
+            self._masks.send_greens(rows, self._draw_greens(rows, self._table.lengths[rows]))
+
+    def _list_greens(self, sampled: SampledRows) -> list[tuple[Integers, Words]]:
+        """Return for each further round its rows with a watermark, and their green lists."""
+        assert sampled.rounds is not None
+        is_marked = self._table.is_marked[sampled.rows]
+        rounds = sampled.rounds[is_marked]
+        rows, positions = sampled.rows[is_marked], sampled.positions[is_marked]
+        last = int(rounds.max(initial=0))
+        parts = [rounds == number for number in range(1, last + 1)]
+        return [(rows[at], self._draw_greens(rows[at], positions[at])) for at in parts]
+
+    def _draw_greens(self, rows: Integers, positions: Integers) -> Words:
+        """Return the green lists of the rows' tokens at these positions, after the token or draft before."""
+        table = self._table
+        previous = table.token_ids[rows, positions - 1]
+        return pack_green(previous, table.rows["watermark_gamma"][rows], table.limits.vocab_size)
+
+    def _send_grammar_masks(self, live: Integers, response: pb.StepResponse) -> None:
+        if not len(live):
+            return
         masks, problems = self._guides.pack_masks(live)
         failed = live[list(problems)]
         self._masks.send(live[masks.at], masks, failed)

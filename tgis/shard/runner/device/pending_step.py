@@ -9,6 +9,7 @@ import numpy as np
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cuda.step_state import Flag
 from tgis.shard.runner import step_response
+from tgis.shard.runner.device.details.copies import PendingDetails
 from tgis.shard.runner.device.device_table import SampledRows
 from tgis.shard.runner.device.stream import Event
 from tgis.shard.runner.device.uploads import PinnedSlot, Words
@@ -38,8 +39,10 @@ class PendingStep:
         slot: PinnedSlot,
         event: Event,
         clock: Clock,
+        details: PendingDetails | None = None,
     ):
-        """Create a step whose rows have their answers at the indices `at` [num_sampled]."""
+        """Create a step whose rows have their answers at the indices `at` [num_sampled]. `details` are those
+        that the response reports."""
         self.sampled = sampled
         self._response = response
         self._is_answering = is_answering
@@ -47,6 +50,7 @@ class PendingStep:
         self._slot = slot
         self._event = event
         self._clock = clock
+        self._details = details
         self._began_ns = time.perf_counter_ns()
         self._lock = threading.Lock()
         self._answers: Words | None = None
@@ -77,6 +81,8 @@ class PendingStep:
         self._clock.last_ns = now
 
     def _write(self, answers: Words) -> None:
+        if self._details is not None:
+            self._details.write_inputs(self._response)
         if not len(answers):
             return
         rows = self.sampled.rows
@@ -97,4 +103,6 @@ class PendingStep:
         for number in range(num_rounds):
             kept = np.flatnonzero(is_sampled & (numbers == number))
             token_ids, flags = answers[kept].T
-            yield SampledTokens(kept, self.sampled.rows[kept], token_ids, (flags & Flag.ENDED) != 0, None, [])
+            details = self._details and self._details.describe(kept, self._at)
+            ended = (flags & Flag.ENDED) != 0
+            yield SampledTokens(kept, self.sampled.rows[kept], token_ids, ended, details, [])

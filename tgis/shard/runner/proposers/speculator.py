@@ -10,14 +10,21 @@ from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import SpeculativeModel
 from tgis.shard.runner.proposer import NO_TOKENS, FollowedWork
 from tgis.shard.runner.row_table import Integers, RowTable, TokenIds
-from tgis.shard.speculators.interface import Speculator
+from tgis.shard.speculators.interface import Speculator, StageRunner, run_stage
 
 
 class SpeculatorProposer:
     """`FollowingProposer` by a speculator. It keeps the state before the last token of each row."""
 
-    def __init__(self, speculator: Speculator, model: SpeculativeModel, table: RowTable) -> None:
+    def __init__(
+        self,
+        speculator: Speculator,
+        model: SpeculativeModel,
+        table: RowTable,
+        run: StageRunner = run_stage,
+    ) -> None:
         self._speculator = speculator
+        self._run = run
         self._model = model
         self._table = table
         num_rows = len(table.rows)
@@ -60,7 +67,7 @@ class SpeculatorProposer:
         newest = torch.tensor([int(token_ids[i][-1]) for i in known.tolist()])
         states = self._states[torch.from_numpy(rows[known])]
         with torch.inference_mode():
-            drafts = self._speculator.propose(states, newest.to(states.device), num_tokens)
+            drafts = self._speculator.propose(states, newest.to(states.device), num_tokens, self._run)
         for i, ids in zip(known.tolist(), drafts.numpy(force=True).astype(np.int32), strict=True):
             proposed[i] = ids[: max_drafts[i]]
         return proposed

@@ -18,6 +18,7 @@ from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, KernelSizes
 from tgis.shard.kernels.cuda.check.self_check import TOLERANCES, check, choose_implementations
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.kernels.cuda.states.chunks import StateMemory
+from tgis.shard.kernels.cuda.step_state import DeviceDetails
 from tgis.shard.memory.state_cache import StateSizes
 from tgis.shard.models.registry import make_spec
 from tgis.shard.startup.cuda_platform import configure_products, find_sizes
@@ -60,6 +61,8 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]
         written = args[results[-1]]
         if isinstance(written, StateMemory):
             written = written.pending
+        if isinstance(written, DeviceDetails):
+            written = written.words
         tensor = written if isinstance(written, Tensor) else written.seq_lens
         tensor.copy_(change(tensor))
         return None
@@ -99,7 +102,7 @@ def test_a_kernel_that_returns_nan_is_named(name: str) -> None:
     assert actual == {name: "it differs by nan, more than 0.01, with weights of torch.float16"}
 
 
-@pytest.mark.parametrize("name", ["begin_step", "attend_tiles", "sample"])
+@pytest.mark.parametrize("name", ["begin_step", "attend_tiles", "sample", "describe"])
 def test_a_kernel_that_writes_nothing_is_named(name: str) -> None:
     assert check(CPU, ONE, replace(TWINS, **{name: returns_nothing})).keys() == {name}
 
@@ -183,7 +186,8 @@ def test_inputs_have_the_model_s_sizes(name: str) -> None:
     """All kernels except begin_step and accept_drafts are compiled for sizes of the model."""
     small, wide = (list(INPUTS[name](CPU, torch.float16, sizes)) for sizes in (SMALL, WIDE))
     assert len(small) == len(wide)
-    shapes = [[x.shape for x in each.args if isinstance(x, Tensor)] for each in (small[0], wide[0])]
+    given = [[*each.args[0], *each.args] if name == "describe" else each.args for each in (small[0], wide[0])]
+    shapes = [[x.shape for x in args if isinstance(x, Tensor)] for args in given]
     assert name in ("begin_step", "accept_drafts") or shapes[0][0] != shapes[1][0]
     assert check(CPU, ONE, TWINS, [WIDE]) == {}
 

@@ -17,7 +17,8 @@ _SCHEMES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "gguf": ""}
 _FLOORS = {"fcfs": "0", "priority": str(MIN_PRIORITY)}
 _NGRAM = ("ngram", "[ngram]")
 _SPECULATORS = ("mlp_speculator", "medusa", "eagle", "eagle3", "draft_model")
-_MTP = ("mtp", "deepseek_mtp", "mimo_mtp", "glm4_moe_mtp")  # releases had a method for each family
+# Releases had a method for each family.
+_MTP = ("mtp", "deepseek_mtp", "mimo_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
 _ENGINES = {"auto": "", "vllm": "tgis_native", "transformers": "hf_transformers"}
 
 

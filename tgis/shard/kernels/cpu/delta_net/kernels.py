@@ -24,7 +24,14 @@ from tgis.shard.kernels.cpu.jit.scalar_math import exp, softplus
 from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
 from tgis.shard.kernels.cpu.jit.vectors import ZERO, load, multiply_add, prefer_512_bits, store
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
-from tgis.shard.kernels.cpu.states.blocks import MAX_BLOCKS, count_blocks, list_blocks, prefetch_inputs
+from tgis.shard.kernels.cpu.states.blocks import (
+    MAX_BLOCKS,
+    count_blocks,
+    find_target,
+    list_blocks,
+    open_sums,
+    prefetch_token,
+)
 from tgis.shard.memory.state_cache import BLOCK
 
 _EPS = np.float32(1e-6)  # of the length of queries and keys
@@ -97,17 +104,17 @@ def _multiply_blocks(num_blocks: int) -> Any:
 
 
 def _advance_blocks(num_blocks: int) -> Any:
-    """Return a function that advances blocks of a head by a token: sums = decay * sums + key delta^T with
-    delta = strength * (value - decay * known), and out = sums^T query. Its arguments are addresses, `factors`
-    that of decay and strength, and `known` that of sums^T key.
-
-    It also replaces `known` by sums^T following. If `following` is the next token's key, the sums are read
+    """Return a function that advances blocks of a head by a token: target = decay * sums + key delta^T with
+    delta = strength * (value - decay * known), and out = target^T query. Its arguments are addresses,
+    `factors` that of decay and strength, and `known` that of sums^T key. `target` may be `sums`.
+    It also replaces `known` by target^T following. If `following` is the next token's key, the sums are read
     only once per token, and there are enough independent sums to keep the processor busy."""
 
     @llvm_function()
     def advance(
         b: Any,
         sums: Any,
+        target: Any,
         query: Any,
         key: Any,
         following: Any,
@@ -120,9 +127,9 @@ def _advance_blocks(num_blocks: int) -> Any:
         prefer_512_bits(b)
         decay, strength = (llvm.load_broadcast(b, b.add(factors, I64(i * _BYTES)), BLOCK) for i in range(2))
         places = [I64(i * BLOCK * _BYTES) for i in range(num_blocks)]
-        errors = [b.fsub(load(b, value, place), b.fmul(decay, load(b, known, place))) for place in places]
+        errors = (b.fsub(load(b, value, place), b.fmul(decay, load(b, known, place))) for place in places)
         deltas = [b.fmul(strength, error) for error in errors]
-        blocks = list_blocks(b, sums, state_size, num_blocks)
+        blocks, targets = (list_blocks(b, each, state_size, num_blocks) for each in (sums, target))
 
         def update(k: Any, totals: list[Any]) -> list[Any]:
             offset, row = b.mul(k, I64(_BYTES)), b.mul(k, I64(BLOCK * _BYTES))
@@ -132,7 +139,7 @@ def _advance_blocks(num_blocks: int) -> Any:
             before = [load(b, block, row) for block in blocks]
             added = [b.fmul(delta, into) for delta in deltas]
             after = [multiply_add(b, x, decay, new) for x, new in zip(before, added, strict=True)]
-            for block, x in zip(blocks, after, strict=True):
+            for block, x in zip(targets, after, strict=True):
                 store(b, x, block, row)
             factors = [from_] * num_blocks + [next_] * num_blocks
             return [
@@ -167,6 +174,7 @@ def _multiply_key(num_blocks: int, sums: int, key: int, known: int, state_size: 
 def _advance_token(
     num_blocks: int,
     sums: int,
+    target: int,
     query: int,
     key: int,
     following: int,
@@ -178,11 +186,11 @@ def _advance_token(
 ) -> None:
     """Run the function of `_advance_blocks` for the number of blocks."""
     if num_blocks == 4:
-        _advance_four(sums, query, key, following, value, factors, known, out, state_size)
+        _advance_four(sums, target, query, key, following, value, factors, known, out, state_size)
     elif num_blocks == 2:
-        _advance_two(sums, query, key, following, value, factors, known, out, state_size)
+        _advance_two(sums, target, query, key, following, value, factors, known, out, state_size)
     else:
-        _advance_one(sums, query, key, following, value, factors, known, out, state_size)
+        _advance_one(sums, target, query, key, following, value, factors, known, out, state_size)
 
 
 @ordered
@@ -201,7 +209,7 @@ def _advance_channel(sums: Any, query: Any, key: Any, value: Any, decay: Any, st
 def _advance(args: Any) -> None:
     num_tokens, num_seqs, num_heads, dim, num_groups, state_size = operands(args, 1, 6)
     slots_address, begins_address, slot_size, sums_address = operands(args, 7, 4)
-    x_address, factors_address, out_address = operands(args, 11, 3)
+    x_address, factors_address, out_address, targets_address, num_targets = operands(args, 11, 5)
     width, key_width = num_heads * dim, num_groups * state_size
     num_channels = width + 2 * key_width
     slots = carray(pointer(slots_address, _I64), (num_seqs,))
@@ -210,18 +218,20 @@ def _advance(args: Any) -> None:
     factors = carray(pointer(factors_address, _F32), (num_tokens, 2 * num_heads))
     out = carray(pointer(out_address, _F32), (num_tokens, width))
     num_blocks = dim // BLOCK if dim % BLOCK == 0 else 0
+    targets = carray(pointer(targets_address, _I64), (num_targets,))
     known = np.empty(MAX_BLOCKS * BLOCK, np.float32)
     unit = next_unit(args)
     while unit < num_seqs * num_heads:
         sequence, head = unit // num_heads, unit % num_heads
         begin, end, first = begins[sequence], begins[sequence + 1], head * dim
-        address = sums_address + (slots[sequence] * slot_size + first * state_size) * _BYTES
-        sums = carray(pointer(address, _F32), (state_size, dim))
+        base = sums_address + first * state_size * _BYTES
+        address = base + slots[sequence] * slot_size * _BYTES
         query_at = head * num_groups // num_heads * state_size
         key_at, value_at = query_at + key_width, 2 * key_width + first
         k = 0
-        while k < num_blocks:
-            count, part = count_blocks(num_blocks - k), address + k * state_size * BLOCK * _BYTES
+        while k < num_blocks and begin < end:
+            count, offset = count_blocks(num_blocks - k), k * state_size * BLOCK * _BYTES
+            part = address + offset
             key = x_address + (begin * num_channels + key_at) * _BYTES
             _multiply_key(count, part, key, known.ctypes.data, state_size)
             for t in range(begin, end):
@@ -230,19 +240,20 @@ def _advance(args: Any) -> None:
                 following = key + num_channels * _BYTES if t + 1 < end else key
                 inputs = (query, key, following, row + (value_at + k * BLOCK) * _BYTES)
                 if t + 1 < end:
-                    ahead = num_channels * _BYTES
-                    prefetch_inputs(query + ahead, state_size * _BYTES)
-                    prefetch_inputs(following + ahead, state_size * _BYTES)
-                    prefetch_inputs(inputs[3] + ahead, count * BLOCK * _BYTES)
+                    prefetch_token(inputs[3], query, following, num_channels * _BYTES, count, state_size)
                 given = factors_address + 2 * (t * num_heads + head) * _BYTES
-                target = out_address + (t * width + first + k * BLOCK) * _BYTES
-                _advance_token(count, part, *inputs, given, known.ctypes.data, target, state_size)
+                y = out_address + (t * width + first + k * BLOCK) * _BYTES
+                into = find_target(targets, t, base + offset, slot_size, part)
+                _advance_token(count, part, into, *inputs, given, known.ctypes.data, y, state_size)
+                part = into
             k += count
         for t in range(begin, end if num_blocks == 0 else begin):
+            into = find_target(targets, t, base, slot_size, address)
+            sums, address = open_sums(address, into, state_size, dim), into
             query, key = x[t, query_at : query_at + state_size], x[t, key_at : key_at + state_size]
-            decay, strength = factors[t, 2 * head], factors[t, 2 * head + 1]
+            values, given, y = x[t, value_at:], factors[t, 2 * head :], out[t, first:]
             for p in range(dim):
-                out[t, first + p] = _advance_channel(sums, query, key, x[t, value_at + p], decay, strength, p)
+                y[p] = _advance_channel(sums, query, key, values[p], given[0], given[1], p)
         unit = next_unit(args)
     keep_alive(known)
 

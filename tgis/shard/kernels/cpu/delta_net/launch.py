@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tgis.shard.kernels.cpu.delta_net import kernels
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
-from tgis.shard.kernels.cpu.states.launch import FEW, convolve
+from tgis.shard.kernels.cpu.states.launch import FEW, convolve, find_targets
 from tgis.shard.layers.states import DeltaNet
 from tgis.shard.memory.state_cache import StepStates
 
@@ -50,6 +50,7 @@ def _advance(channels: Tensor, factors: Tensor, mixer: DeltaNet, layer: int, sta
         *(num_tokens, len(states.slots), sizes.num_heads, sizes.head_dim, sizes.num_groups, sizes.state_size),
         *(states.slots.data_ptr(), states.begins.data_ptr(), cache.memory.stride(0)),
         *(cache.sums(layer).data_ptr(), channels.data_ptr(), factors.data_ptr(), out.data_ptr()),
+        *find_targets(states),
     )
     return out
 

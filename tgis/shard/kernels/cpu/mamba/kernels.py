@@ -26,7 +26,13 @@ from tgis.shard.kernels.cpu.jit.scalar_math import exp, softplus
 from tgis.shard.kernels.cpu.jit.scalar_math import multiply_add as fused
 from tgis.shard.kernels.cpu.jit.vectors import ZERO, load, multiply_add, prefer_512_bits, store
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
-from tgis.shard.kernels.cpu.states.blocks import count_blocks, list_blocks, prefetch_inputs
+from tgis.shard.kernels.cpu.states.blocks import (
+    count_blocks,
+    find_target,
+    list_blocks,
+    open_sums,
+    prefetch_token,
+)
 from tgis.shard.layers.states import Gating
 from tgis.shard.memory.state_cache import BLOCK
 
@@ -42,19 +48,28 @@ def _silu(x: Any) -> Any:
 
 
 def _advance_blocks(num_blocks: int) -> Any:
-    """Return a function that advances blocks of a head by a token: sums = sums * decay + left (step x)^T, and
-    out = sums^T right + skip x. Its arguments are addresses, `factors` that of decay, step and skip."""
+    """Return a function that advances blocks of a head by a token: target = sums * decay + left (step x)^T,
+    and out = target^T right + skip x. Its arguments are addresses, `factors` that of decay, step and skip.
+    `target` may be `sums`."""
 
     @llvm_function()
     def advance(
-        b: Any, sums: Any, x: Any, left: Any, right: Any, factors: Any, out: Any, state_size: Any
+        b: Any,
+        sums: Any,
+        target: Any,
+        x: Any,
+        left: Any,
+        right: Any,
+        factors: Any,
+        out: Any,
+        state_size: Any,
     ) -> None:
         prefer_512_bits(b)
         places = [I64(i * BLOCK * _BYTES) for i in range(num_blocks)]
         decay, step, skip = (llvm.load_broadcast(b, b.add(factors, I64(i * _BYTES)), BLOCK) for i in range(3))
         inputs = [load(b, x, place) for place in places]
         scaled = [b.fmul(one, step) for one in inputs]
-        blocks = list_blocks(b, sums, state_size, num_blocks)
+        blocks, targets = (list_blocks(b, each, state_size, num_blocks) for each in (sums, target))
 
         def build(k: Any, totals: list[Any]) -> list[Any]:
             offset, row = b.mul(k, I64(_BYTES)), b.mul(k, I64(BLOCK * _BYTES))
@@ -63,7 +78,7 @@ def _advance_blocks(num_blocks: int) -> Any:
             before = [load(b, block, row) for block in blocks]
             added = [b.fmul(one, into) for one in scaled]
             after = [multiply_add(b, old, decay, new) for old, new in zip(before, added, strict=True)]
-            for block, value in zip(blocks, after, strict=True):
+            for block, value in zip(targets, after, strict=True):
                 store(b, value, block, row)
             return [multiply_add(b, value, from_, total) for value, total in zip(after, totals, strict=True)]
 
@@ -79,15 +94,23 @@ _advance_four, _advance_two, _advance_one = (_advance_blocks(num_blocks) for num
 
 @ordered
 def _advance(
-    num_blocks: int, sums: int, x: int, left: int, right: int, factors: int, out: int, state_size: int
+    num_blocks: int,
+    sums: int,
+    target: int,
+    x: int,
+    left: int,
+    right: int,
+    factors: int,
+    out: int,
+    state_size: int,
 ) -> None:
     """Run the function of `_advance_blocks` for the number of blocks."""
     if num_blocks == 4:
-        _advance_four(sums, x, left, right, factors, out, state_size)
+        _advance_four(sums, target, x, left, right, factors, out, state_size)
     elif num_blocks == 2:
-        _advance_two(sums, x, left, right, factors, out, state_size)
+        _advance_two(sums, target, x, left, right, factors, out, state_size)
     else:
-        _advance_one(sums, x, left, right, factors, out, state_size)
+        _advance_one(sums, target, x, left, right, factors, out, state_size)
 
 
 @ordered
@@ -101,16 +124,16 @@ def _advance_channel(sums: Any, x: Any, left: Any, right: Any, factors: Any, p: 
 
 
 @ordered
-def _find_step(x: Any, shortest: Any, longest: Any) -> Any:
-    """Return softplus(x), clamped."""
-    return min(max(softplus(x), shortest), longest)
+def _find_step(x: Any, min_bits: int, max_bits: int) -> Any:
+    """Return softplus(x), clamped to bounds, given as bits."""
+    return min(max(softplus(x), as_float(min_bits)), as_float(max_bits))
 
 
 def _scan(args: Any) -> None:
     num_tokens, num_seqs, num_heads, dim, num_groups, state_size, row_size = operands(args, 1, 7)
     slots_address, begins_address, slot_size, sums_address = operands(args, 8, 4)
     x_address, rows_address, decay_address, bias_address, skip_address = operands(args, 12, 5)
-    min_bits, max_bits, out_address = operands(args, 17, 3)
+    min_bits, max_bits, out_address, targets_address, num_targets = operands(args, 17, 5)
     width, num_channels = num_heads * dim, num_heads * dim + 2 * num_groups * state_size
     slots = carray(pointer(slots_address, _I64), (num_seqs,))
     begins = carray(pointer(begins_address, _I64), (num_seqs + 1,))
@@ -120,35 +143,37 @@ def _scan(args: Any) -> None:
     biases = carray(pointer(bias_address, _F32), (num_heads,))
     skips = carray(pointer(skip_address, _F32), (num_heads,))
     out = carray(pointer(out_address, _F32), (num_tokens, width))
-    shortest, longest = as_float(min_bits), as_float(max_bits)
     num_blocks = dim // BLOCK if dim % BLOCK == 0 else 0
+    targets = carray(pointer(targets_address, _I64), (num_targets,))
     factors = np.empty((num_tokens, 3), np.float32)
     unit = next_unit(args)
     while unit < num_seqs * num_heads:
         sequence, head = unit // num_heads, unit % num_heads
         begin, end, first = begins[sequence], begins[sequence + 1], head * dim
-        address = sums_address + (slots[sequence] * slot_size + first * state_size) * _BYTES
-        sums = carray(pointer(address, _F32), (state_size, dim))
+        base = sums_address + first * state_size * _BYTES
+        address = base + slots[sequence] * slot_size * _BYTES
         left_at = width + head * num_groups // num_heads * state_size
         right_at = left_at + num_groups * state_size
         for t in range(begin, end):
-            step = _find_step(rows[t, row_size - num_heads + head] + biases[head], shortest, longest)
+            step = _find_step(rows[t, row_size - num_heads + head] + biases[head], min_bits, max_bits)
             factors[t, 0], factors[t, 1], factors[t, 2] = exp(step * decays[head]), step, skips[head]
         k = 0
         while k < num_blocks:
-            count, part = count_blocks(num_blocks - k), address + k * state_size * BLOCK * _BYTES
+            count, offset = count_blocks(num_blocks - k), k * state_size * BLOCK * _BYTES
+            part = address + offset
             for t in range(begin, end):
                 row, place = x_address + t * num_channels * _BYTES, (first + k * BLOCK) * _BYTES
                 inputs = (row + place, row + left_at * _BYTES, row + right_at * _BYTES)
                 if t + 1 < end:
-                    ahead = num_channels * _BYTES
-                    prefetch_inputs(inputs[0] + ahead, count * BLOCK * _BYTES)
-                    prefetch_inputs(inputs[1] + ahead, state_size * _BYTES)
-                    prefetch_inputs(inputs[2] + ahead, state_size * _BYTES)
-                given, target = factors.ctypes.data + 3 * t * _BYTES, out_address + t * width * _BYTES + place
-                _advance(count, part, *inputs, given, target, state_size)
+                    prefetch_token(*inputs, num_channels * _BYTES, count, state_size)
+                given, y = factors.ctypes.data + 3 * t * _BYTES, out_address + t * width * _BYTES + place
+                into = find_target(targets, t, base + offset, slot_size, part)
+                _advance(count, part, into, *inputs, given, y, state_size)
+                part = into
             k += count
         for t in range(begin, end if num_blocks == 0 else begin):
+            into = find_target(targets, t, base, slot_size, address)
+            sums, address = open_sums(address, into, state_size, dim), into
             left, right = x[t, left_at : left_at + state_size], x[t, right_at : right_at + state_size]
             for p in range(dim):
                 out[t, first + p] = _advance_channel(sums, x[t, first + p], left, right, factors[t], p)

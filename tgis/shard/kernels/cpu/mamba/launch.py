@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tgis.shard.kernels.cpu.jit.compiler import as_bits, empty
 from tgis.shard.kernels.cpu.mamba import kernels
-from tgis.shard.kernels.cpu.states.launch import FEW, convolve
+from tgis.shard.kernels.cpu.states.launch import FEW, convolve, find_targets
 from tgis.shard.layers.states import Mamba2
 from tgis.shard.memory.state_cache import StepStates
 
@@ -34,5 +34,6 @@ def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> T
         *(*step, cache.sums(layer).data_ptr(), channels.data_ptr(), rows.data_ptr()),
         *(mixer.decay.data_ptr(), mixer.time_bias.data_ptr(), mixer.skip.data_ptr()),
         *(as_bits(mixer.min_step), as_bits(mixer.max_step), out.data_ptr()),
+        *find_targets(states),
     )
     return out

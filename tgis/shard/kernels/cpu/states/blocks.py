@@ -4,14 +4,18 @@ processor does not wait for one sum before it continues with the next."""
 
 from typing import Any
 
+import numpy as np
+from numba import carray
+
 from tgis.shard.kernels.cpu.jit import llvm
-from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered, pointer
 from tgis.shard.kernels.cpu.jit.llvm import I64
 from tgis.shard.memory.state_cache import BLOCK
 
 # Blocks that are advanced together. Other processors have too few registers for the sums of four.
 MAX_BLOCKS = 4 if llvm.has_feature("avx512f") else 2
 _BYTES, _LINE = 4, 64
+_F32 = np.float32(0)
 
 
 @ordered
@@ -39,3 +43,32 @@ def prefetch_inputs(b: Any, address: Any, num_bytes: Any) -> None:
         return []
 
     llvm.loop_range(b, I64(0), num_bytes, _LINE, [], prefetch)
+
+
+@ordered
+def prefetch_token(
+    channels: int, first: int, second: int, ahead: int, num_blocks: int, state_size: int
+) -> None:
+    """Prefetch a token's channels of some blocks and its two projections, `ahead` bytes after addresses."""
+    prefetch_inputs(channels + ahead, num_blocks * BLOCK * _BYTES)
+    prefetch_inputs(first + ahead, state_size * _BYTES)
+    prefetch_inputs(second + ahead, state_size * _BYTES)
+
+
+@ordered
+def find_target(targets: Any, token: int, base: int, slot_size: int, source: int) -> int:
+    """Return the address of the sums after a token, given that of the sums before it. `base` is the address
+    in the first place; without targets, the sums stay in theirs."""
+    return base + targets[token] * slot_size * _BYTES if targets.shape[0] else source
+
+
+@ordered
+def open_sums(source: int, target: int, state_size: int, dim: int) -> Any:
+    """Return a head's sums at the address `target`, which become those at `source` if that is another."""
+    sums = carray(pointer(target, _F32), (state_size, dim))
+    if source != target:
+        before = carray(pointer(source, _F32), (state_size, dim))
+        for n in range(state_size):
+            for p in range(dim):
+                sums[n, p] = before[n, p]
+    return sums

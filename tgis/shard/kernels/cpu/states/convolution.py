@@ -83,23 +83,27 @@ def _convolve_token(
 
 
 @ordered
-def _move_window(rows: Any, column: int, window: Any, begin: int, end: int, first: int, last: int) -> None:
-    """Set channels first ... last of a window to the newest inputs."""
+def _move_window(
+    rows: Any, column: int, window: Any, target: Any, begin: int, end: int, first: int, last: int
+) -> None:
+    """Set channels first ... last of `target`, which may be `window`, to the newest inputs before `end`."""
     before = window.shape[0]
     for i in range(before):
         source = end - before + i
         if source >= begin:
-            _copy(rows[source, column + first : column + last], window[i, first:last])
+            _copy(rows[source, column + first : column + last], target[i, first:last])
         else:
-            _copy(window[before + source - begin, first:last], window[i, first:last])
+            _copy(window[before + source - begin, first:last], target[i, first:last])
 
 
 def _convolve(args: Any) -> None:
     num_tokens, num_seqs, channels, kernel_size, row_size, column = operands(args, 1, 6)
     slots_address, begins_address, slot_size, windows_address = operands(args, 7, 4)
     x_address, weight_address, bias_address, out_address = operands(args, 11, 4)
+    targets_address, num_targets = operands(args, 15, 2)
     slots = carray(pointer(slots_address, _I64), (num_seqs,))
     begins = carray(pointer(begins_address, _I64), (num_seqs + 1,))
+    targets = carray(pointer(targets_address, _I64), (num_targets,))
     rows = carray(pointer(x_address, _F32), (num_tokens, row_size))
     num_parts, before = (channels + CHANNELS - 1) // CHANNELS, kernel_size - 1
     # Inputs of the window, followed by those of the tokens that need it.
@@ -108,10 +112,9 @@ def _convolve(args: Any) -> None:
     while unit < num_seqs * num_parts:
         sequence, first = unit // num_parts, unit % num_parts * CHANNELS
         last = min(first + CHANNELS, channels)
-        begin, end = begins[sequence], begins[sequence + 1]
-        address = windows_address + slots[sequence] * slot_size * _BYTES
-        window = carray(pointer(address, _F32), (before, channels))
-        for i in range(before):
+        begin, end, slot = begins[sequence], begins[sequence + 1], slots[sequence]
+        window = carray(pointer(windows_address + slot * slot_size * _BYTES, _F32), (before, channels))
+        for i in range(before if end > begin else 0):
             _copy(window[i, first:last], early[i, : last - first])
         for t in range(begin, min(end, begin + before)):
             _copy(rows[t, column + first : column + last], early[before + t - begin, : last - first])
@@ -126,7 +129,13 @@ def _convolve(args: Any) -> None:
             weight, bias = weight_address + first * _BYTES, bias_address + first * _BYTES
             out = out_address + (t * channels + first) * _BYTES
             _convolve_token(x, stride, weight, channels * _BYTES, bias, out, last - first, kernel_size)
-        _move_window(rows, column, window, begin, end, first, last)
+        for t in range(begin if num_targets else end, end):
+            if targets[t] != slot:
+                address = windows_address + targets[t] * slot_size * _BYTES
+                target = carray(pointer(address, _F32), (before, channels))
+                _move_window(rows, column, window, target, begin, t + 1, first, last)
+        if end > begin and (num_targets == 0 or targets[end - 1] == slot):
+            _move_window(rows, column, window, window, begin, end, first, last)
         unit = next_unit(args)
     keep_alive(early)
 

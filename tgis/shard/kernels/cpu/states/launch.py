@@ -21,6 +21,11 @@ def convolve(rows: Tensor, kernel: Tensor, bias: Tensor, layer: int, states: Ste
         *(num_tokens, len(states.slots), sizes.num_channels, sizes.kernel_size, row_size, sizes.width),
         *(states.slots.data_ptr(), states.begins.data_ptr(), cache.memory.stride(0)),
         *(cache.windows(layer).data_ptr(), rows.data_ptr()),
-        *(kernel.data_ptr(), bias.data_ptr(), channels.data_ptr()),
+        *(kernel.data_ptr(), bias.data_ptr(), channels.data_ptr(), *find_targets(states)),
     )
     return channels
+
+
+def find_targets(states: StepStates) -> tuple[int, int]:
+    """Return the address and the number of the slots that get the states after tokens."""
+    return (0, 0) if states.targets is None else (states.targets.data_ptr(), len(states.targets))

@@ -16,13 +16,18 @@ from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
     MAX_STOP_IDS,
+    MAX_TOPS,
     OFF_WORDS,
     STATE_CHUNK,
+    DetailQuestions,
+    DeviceDetails,
     Flag,
+    Query,
     RowState,
     Segments,
     StagedStep,
     StepTensors,
+    Wanted,
     Word,
     count_segments,
 )
@@ -189,8 +194,25 @@ def _samples(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMAL
     logits[5, 7] = torch.nan
     sampled, answers = draw.integers([3, 1, NUM_ROWS, 0, 4, 2]), draw.integers([[-1, -1]] * NUM_ROWS)
     yield Input((logits, rows, sampled, answers), results=(1, 3), overwritten=0)
+    logits = 3 * draw.normal(NUM_ROWS - 1, sizes.vocab_size)
+    asked = DetailQuestions(torch.zeros_like(logits), draw.integers([[0] * len(Query)] * len(logits)))
+    answers = draw.integers([[-1, -1]] * len(logits))
+    yield Input((logits, rows, sampled[:-1], answers, asked), results=(1, 3, 4), overwritten=0)
     filtered = 3 * draw.normal(2, sizes.vocab_size), rows, draw.integers([5, 2])
     yield Input((*filtered, draw.integers([[-1, -1]] * 2)), results=(1, 3), overwritten=0)
+
+
+def _questions(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    """Yield questions of which one is not asked, about scores with ties and excluded tokens."""
+    draw, count = Draw(device), 4
+    scores = 3 * draw.normal(count, sizes.vocab_size)
+    scores[1] = scores[1].round()
+    scores[2, 3:] = -torch.inf
+    queries = draw.integers([[7, 10, 1], [9, 5, 1], [1, 4, 1], [0, 0, 0]])
+    details = DeviceDetails.empty(count, MAX_TOPS, device)
+    for tensor in details:
+        tensor.zero_()
+    yield Input((DetailQuestions(scores, queries), details), results=(1,))
 
 
 def _accepted(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
@@ -306,6 +328,7 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "attend_tiles": _tiles,
     "gate": _gates,
     "sample": _samples,
+    "describe": _questions,
     "accept_drafts": _accepted,
     "convolve": _convolutions,
     "scan_mamba": _mamba_scans,
@@ -321,8 +344,19 @@ _ROWS: tuple[dict[Word, float], ...] = (
         Word["REPETITION_PENALTY"]: 1.3,
         Word["PRESENCE_PENALTY"]: 0.5,
         Word["FREQUENCY_PENALTY"]: 0.3,
+        Word.DETAILS: int(Wanted.FINAL),
+        Word.TOP_N: 3,
     },
-    {Word.SEED_LOW: 7, Word["TEMPERATURE"]: 0.7, Word["TOP_P"]: 0.8, Word["MIN_P"]: 0.001, Word.LIMIT: 101},
+    {
+        Word.SEED_LOW: 7,
+        Word["TEMPERATURE"]: 0.7,
+        Word["TOP_P"]: 0.8,
+        Word["MIN_P"]: 0.001,
+        Word["WATERMARK_GAMMA"]: 0.5,
+        Word["WATERMARK_DELTA"]: 1.5,
+        Word.LIMIT: 101,
+        Word.DETAILS: int(Wanted.FINAL),
+    },
     {
         Word.SEED_HIGH: -3,
         Word.IS_GUIDED: 1,
@@ -336,9 +370,16 @@ _ROWS: tuple[dict[Word, float], ...] = (
         Word.NUM_STOP_IDS: 5,
         Word["LENGTH_PENALTY_START"]: 2,
         Word["LENGTH_PENALTY_FACTOR"]: 1.4,
+        Word.DETAILS: int(Wanted.RAW),
     },
     {Word.ENDED: 1, Word.ENCODER_LEN: 30},
-    {Word.SEED_LOW: -1, Word["TOP_K"]: 50, Word["TOP_P"]: 0.9, Word.IS_LONG: 1, Word.ENCODER_LEN: 70},
+    {
+        Word.SEED_LOW: -1,
+        Word["TOP_K"]: 50,
+        Word["TOP_P"]: 0.9,
+        Word.IS_LONG: 1,
+        Word.ENCODER_LEN: 70,
+    },
     {Word.ENDED: 1},
 )
 
@@ -371,6 +412,7 @@ def draw_rows(device: torch.device, vocab_size: int, num_rows: int = NUM_ROWS) -
         biases=4 * draw.normal(num_rows, MAX_BIASES),
         token_counts=counts | (in_prompt.short() << 15),
         masks=(draw.normal(num_rows, num_masks) * 2**30).int(),
+        greens=(draw.normal(num_rows, num_masks) * 2**30).int(),
         dummy_slot=DUMMY_SLOT,
     )
 

@@ -96,7 +96,8 @@ def _compare(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: fl
                 raise _DifferenceError("its integers differ")
             continue
         result, twin_result = result.double(), twin_result.double()
-        difference = ((result - twin_result).abs() / (1 + twin_result.abs())).max().item()
+        differences = (result - twin_result).abs() / (1 + twin_result.abs())
+        difference = differences.where(result != twin_result, 0.0).max().item()  # infinities may be equal
         if not difference <= tolerance:  # also if it is NaN
             raise _DifferenceError(f"it differs by {difference:.2g}, more than {tolerance:g}")
 

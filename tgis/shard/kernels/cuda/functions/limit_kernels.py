@@ -26,7 +26,7 @@ NO_KEY = tl.constexpr(-(1 << 40))
 
 
 @triton.jit
-def _order_keys(ranks):
+def order_keys(ranks):
     """Return int32 keys in the order of the ranks. Zeros of both signs are equal."""
     bits = ranks.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -2147483648, 0, bits)
@@ -93,7 +93,7 @@ def _load_keys(source, start, row, SIZES: tl.constexpr, TYPICAL: tl.constexpr):
     scores, ids = _load_candidates(source, start, SIZES)
     ranks = rank_tokens(scores, ids, top, centre, state, limits, SIZES.vocab_size, TYPICAL)
     is_candidate = (ranks > -INF) & (ranks < high)
-    keys = tl.where(is_candidate, _order_keys(ranks).to(tl.int64), NO_KEY)
+    keys = tl.where(is_candidate, order_keys(ranks).to(tl.int64), NO_KEY)
     return keys, ids, count_mass(scores, top, SIZES.scale)
 
 
@@ -176,7 +176,7 @@ def find_limits(logits, sampled_rows, words, highest, memory, SIZES: tl.constexp
     size = tl.where(is_listed, number, SIZES.vocab_size)
     source = own, memory.scores + at, memory.ids + at, number, is_listed
     row = top, centre, high, state, limits
-    bounds = _order_keys(low).to(tl.int64), _order_keys(tl.minimum(high, best)).to(tl.int64)
+    bounds = order_keys(low).to(tl.int64), order_keys(tl.minimum(high, best)).to(tl.int64)
     key, last_id = _find_limit(bounds, wanted - above, source, size, row, SIZES, TYPICAL)
     if TYPICAL:
         tl.store(limits + CENTRE, _float_bits(centre))

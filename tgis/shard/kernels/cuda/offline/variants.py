@@ -20,7 +20,10 @@ from tgis.shard.kernels.cuda.states.keep_inputs import HeadInputs
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
     MAX_STOP_IDS,
+    MAX_TOPS,
     STATE_CHUNK,
+    DetailQuestions,
+    DeviceDetails,
     RowState,
     Segments,
     StagedStep,
@@ -176,6 +179,8 @@ def find_model_variants(
         return Variant(kernel, f"{model.name} {about}".strip(), run)
 
     yield variant("sample", lambda: _sample(kernels, model, num_tokens))
+    yield variant("sample", lambda: _sample(kernels, model, num_tokens, has_details=True), "details")
+    yield variant("describe", lambda: _describe(kernels, model, num_tokens))
     for dtype in dtypes:
         about = str(dtype).removeprefix("torch.")
         for has_delta in (False, True):
@@ -254,6 +259,7 @@ def _rows(vocab_size: int) -> RowState:
         biases=_floats(num_rows, MAX_BIASES),
         token_counts=_empty(num_rows, vocab_size, dtype=torch.int16),
         masks=_empty(num_rows, -(-vocab_size // 32)),
+        greens=_empty(num_rows, -(-vocab_size // 32)),
         dummy_slot=NUM_BLOCKS * BLOCK_SIZE,
     )
 
@@ -289,9 +295,16 @@ def _stage(num_tokens: int) -> StagedStep:
     )
 
 
-def _sample(kernels: Implementations, model: ModelShape, num_rows: int) -> None:
+def _sample(kernels: Implementations, model: ModelShape, num_rows: int, has_details: bool = False) -> None:
     logits, rows = _floats(num_rows, model.vocab_size), _rows(model.vocab_size)
-    kernels.sample(logits, rows, _empty(num_rows), _empty(num_rows, 2))
+    questions = DetailQuestions.empty(num_rows, model.vocab_size, logits.device) if has_details else None
+    kernels.sample(logits, rows, _empty(num_rows), _empty(num_rows, 2), questions)
+
+
+def _describe(kernels: Implementations, model: ModelShape, num_tokens: int) -> None:
+    device = torch.device("meta")
+    questions = DetailQuestions.empty(num_tokens, model.vocab_size, device)
+    kernels.describe(questions, DeviceDetails.empty(num_tokens, MAX_TOPS, device))
 
 
 def _norm(

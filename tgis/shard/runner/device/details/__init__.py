@@ -1,0 +1,1 @@
+"""Token details that a device computes, of sampled tokens and of prompts."""
