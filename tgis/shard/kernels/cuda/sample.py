@@ -37,10 +37,9 @@ def launch(
     """Sample from logits, contiguous float32 [n, vocab_size].
 
     Logits of rows that draw a token are changed in place, those of ended rows are not, and those of other
-    rows are undefined afterwards.
-    sampled_rows: int32 [n], each row at most once, except the idle row. answers: int32 [n, 2], receives the
-    token and `Flag`s. Ended rows are not sampled, and their flags are 0. questions, if given, receives the
-    questions for the details that rows want. It does not change the tokens."""
+    rows are undefined afterwards. sampled_rows: int32 [n], each row at most once, except the idle row.
+    answers: int32 [n, 2], receives the token and `Flag`s. Ended rows are not sampled, and their flags are 0.
+    questions, if given, receives those for the details that rows want, and does not change the tokens."""
     num_samples, vocab_size = logits.shape
     assert logits.is_contiguous(), "rows are contiguous"
     if not num_samples:
