@@ -11,10 +11,11 @@ from tgis.launcher.child_configs import line_fields, uses_tcp
 from tgis.process.child import Child, End
 from tgis.process.handover import send_options
 
-# Number of spins of an idle OpenMP thread before it sleeps, about 0.4 ms on an Intel Xeon. By default it spins
-# for milliseconds and takes a core from the router, the clients and the other threads of its step: next to one
-# busy process, a step then takes ten times as long. With fewer, threads sleep between the kernels of a prompt,
-# and each wake-up costs time: with 2,000 spins, a prompt of 520 tokens takes 215 to 330 instead of 160 ms (135m).
+# Number of spins of an idle OpenMP thread before it sleeps, about 0.4 ms on an Intel Xeon. By default it
+# spins for milliseconds and takes a core from the router, the clients and the other threads of its step:
+# next to one busy process, a step then takes ten times as long. With fewer, threads sleep between the
+# kernels of a prompt, and each wake-up costs time: with 2,000 spins, a prompt of 520 tokens takes 215 to
+# 330 instead of 160 ms (135m).
 SHARD_ENV = {"GOMP_SPINCOUNT": "10000"}
 # Shards of one machine communicate over its loopback interface only, and so must NCCL.
 LOCAL_ENV = {"NCCL_SOCKET_IFNAME": "lo"}

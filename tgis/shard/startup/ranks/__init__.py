@@ -1,1 +1,1 @@
-"""What several ranks find out together before the first step."""
+"""Preparation of the ranks of a model on their devices."""
