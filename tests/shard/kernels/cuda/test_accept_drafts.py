@@ -36,7 +36,7 @@ def stage(token_rows: list[int], token_ids: list[int], sampled_x: list[int]) -> 
 
 
 def make_state(num_rows: int) -> RowState:
-    return RowState(torch.empty(num_rows + 1, 0), NONE, NONE, NONE, NONE, NONE, NONE, NONE, dummy_slot=0)
+    return RowState(torch.empty(num_rows + 1, 0), *[NONE] * 8, dummy_slot=0)
 
 
 def draw_step(rng: random.Random, num_rows: int) -> tuple[list[int], list[int], list[int], list[list[int]]]:
