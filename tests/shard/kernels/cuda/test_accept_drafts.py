@@ -16,7 +16,7 @@ from tests.support.cuda.sampled_rows import Cases, SampledRows
 from tgis.shard.kernels.cuda.functions import accept_drafts
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import Flag, RowState, StagedStep
-from tgis.shard.runner.device.device_step import RoundMemory, sample_next
+from tgis.shard.runner.device.device_step import DeviceModel, RoundMemory, sample_next
 
 SAMPLED, ENDED, UNUSABLE = (int(flag) for flag in Flag)
 NONE: Any = torch.empty(0)
@@ -36,7 +36,7 @@ def stage(token_rows: list[int], token_ids: list[int], sampled_x: list[int]) -> 
 
 
 def make_state(num_rows: int) -> RowState:
-    return RowState(torch.empty(num_rows + 1, 0), NONE, NONE, NONE, NONE, NONE, NONE, NONE, dummy_slot=0)
+    return RowState(torch.empty(num_rows + 1, 0), *[NONE] * 8, dummy_slot=0)
 
 
 def draw_step(rng: random.Random, num_rows: int) -> tuple[list[int], list[int], list[int], list[list[int]]]:
@@ -169,7 +169,8 @@ def check_rounds(
         ),
     )
     kernels.sample(logits, state, first.int(), answers)
+    on = DeviceModel(None, None, kernels, state, has_long=False)  # type: ignore[arg-type]
     for _ in range(count - 1):
-        sample_next(kernels, state, staged, logits, answers, memory)
+        sample_next(on, staged, logits, answers, memory)
     pairs = [(token_id, flags) for token_id, flags in answers.tolist()]
     return [pairs[i : i + count] for i in range(0, len(pairs), count)], expected
