@@ -57,14 +57,14 @@ def serve(
     group: ProcessGroup,
     directory: Path,
     place: Path,
-    graphs: str = "8",
+    graphs: str = "4",
     truths: list[list[int]] | None = None,
 ) -> Served:
     """Generate tokens on an emulated device, with drafts if the tokens are known."""
     mine = ALONE if group.size == 1 else connect_queued(group.rank, group.size, place)
     options = {"rank": group.rank, "world_size": group.size, "kv_cache_tokens": 2048, "dtype": "float32"}
     speculate = 0 if truths is None else 6
-    config = configure(directory, cuda_graphs=graphs, max_step_tokens=32, speculate=speculate, **options)
+    config = configure(directory, cuda_graphs=graphs, max_step_tokens=16, speculate=speculate, **options)
     runner = load(config, mine, late_platform(CapturingDevice()))
     sizes = list(runner.info.graph_sizes)
     if group.rank:
@@ -91,7 +91,7 @@ def test_captured_steps_of_several_ranks(
     assert len({tuple(tokens) for tokens in first.tokens}) == len(KINDS) + 1, "requests differ"
     for other in others:
         assert other.digests == first.digests
-        assert other.graph_sizes == first.graph_sizes == [8]
+        assert other.graph_sizes == first.graph_sizes == [4]
     assert first.paths.count(pb.STEP_PATH_GRAPH) >= 6
 
 
