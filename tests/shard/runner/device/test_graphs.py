@@ -62,7 +62,9 @@ def test_sampling_after_drafts_is_captured_if_drafts_are_expected() -> None:
     steps, device = Steps(), Device()
 
     def make(size: GraphSize) -> StepParts:
-        return steps.make(size)._replace(sample_next=lambda: steps.answers.add_(10))
+        return steps.make(size)._replace(
+            sample_next=lambda: steps.answers.add_(10), sample_next_detailed=lambda: steps.answers.add_(100)
+        )
 
     plain = StepGraphs(device, make, device.memory_left)
     plain.capture(of_rows(2))
@@ -75,9 +77,9 @@ def test_sampling_after_drafts_is_captured_if_drafts_are_expected() -> None:
     assert step is not None
     assert step.sample_next is not None
     steps.rows.fill_(1.0)
-    for graph in (step.forward, step.sample, step.sample_next, step.sample_next):
+    for graph in (step.forward, step.sample, step.sample_next[0], step.sample_next[1]):
         graph.replay()
-    assert steps.answers[:2].tolist() == [22.0, 22.0]
+    assert steps.answers[:2].tolist() == [112.0, 112.0]
 
 
 def graphs_on(device: Device, steps: Steps | None = None) -> StepGraphs:
