@@ -24,7 +24,7 @@ LIBRARIES = (
 
 KERNELS = (
     *("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample", "describe"),
-    *("convolve", "scan_mamba", "scan_delta", "keep_inputs"),
+    *("accept_drafts", "convolve", "scan_mamba", "scan_delta", "keep_inputs"),
     *("group_rows", "add_low_rank", "mix_experts"),
     *("multiply_codes", "widen_codes"),
 )
@@ -81,7 +81,8 @@ def _compare_kernels(dtype: str, group: str, seconds: float, is_rehearsed: bool)
             is_rehearsed=is_rehearsed and kernel in REHEARSED_KERNELS,
         )
         for kernel in KERNELS
-        if group != "others" or kernel not in ("begin_step", "sample", "describe", "group_rows")
+        if group != "others"
+        or kernel not in ("begin_step", "sample", "describe", "accept_drafts", "group_rows")
     )
 
 
@@ -161,7 +162,8 @@ STAGES = (
             ),
             _case("adapters", "features:check_tuned", 30, "adapters"),
             _case("soft prompts", "features:check_tuned", 30, "prompts", is_rehearsed=False),
-            _case("drafts", "features:check_drafts", 25),
+            _case("drafts", "drafts:check", 25),
+            _case("cost of drafts", "drafts:measure", 20, "0.6b"),
         ),
         num_parallel=4,
         libraries=LIBRARIES,

@@ -32,6 +32,17 @@ class BatchOptions:
         2048,
         minimum=1,
     )
+    # Shards on GPUs capture graphs that verify drafts.
+    speculate: int | None = option(
+        "Maximum number of draft tokens per sequence and step. Without --speculator, they are copied from "
+        "what followed the sequence's newest tokens where they occurred before (n-gram speculation). Outputs "
+        "do not change. 0: none, and --speculator is not loaded; unset: as many as --speculator drafts, else "
+        "none.",
+        None,
+        minimum=0,
+        maximum=16,
+        group=Group.MEMORY,
+    )
 
 
 @in_group(Group.LIMITS)
@@ -202,16 +213,6 @@ class ServingOptions:
         2,
         minimum=1,
         maximum=8,
-        group=Group.MEMORY,
-    )
-    speculate: int | None = option(
-        "Maximum number of draft tokens per sequence and step. Without --speculator, they are copied from "
-        "what followed the sequence's newest tokens where they occurred before (n-gram speculation). Outputs "
-        "do not change. 0: none, and --speculator is not loaded; unset: as many as --speculator drafts, else "
-        "none.",
-        None,
-        minimum=0,
-        maximum=16,
         group=Group.MEMORY,
     )
     reserve_output: bool = option(

@@ -29,6 +29,7 @@ NODE_OPTIONS = LINK_OPTIONS | {
     "failpoints",
     "json_output",
     "log_level",
+    "speculate",
 }
 # Paths may differ too, but a path must be set on all nodes or on none.
 PATHS = ("adapter_cache", "lora_adapters", "prefix_store_path", "speculator")

@@ -10,9 +10,9 @@ from bench.gpu.cases.models import answer_on_host, load_model, temporary_directo
 from bench.gpu.target import Target
 from tests.support.shard.adapter_cases import AdapterCase
 from tests.support.shard.checkpoints import write_llama
-from tests.support.shard.driver import Request, Router, configure, opening, prompts
+from tests.support.shard.driver import Request, Router, configure, prompts
 from tests.support.shard.family_oracle import Oracle, draw_inputs
-from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers
+from tests.support.shard.messages import GREEDY, SAMPLE
 from tests.support.shard.prompt_cases import Case
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import ShardConfig
@@ -101,25 +101,6 @@ def compare_details(mine: Request, other: Request) -> float:
     return max((abs(a - b) for a, b in pairs), default=float("inf"))
 
 
-def check_drafts(target: Target) -> None:
-    """Compare accepted drafts, correct and incorrect ones, with tokens sampled one by one."""
-    with written_llama() as config:
-        request = Request([5, 6, 7, 8], NEW_TOKENS, row=0)
-        [known] = answer_on_host(config, [request])
-        runner = load_model(target, config)
-        runner.reset()
-        steps = Steps(runner.info.block_size, runner.info.num_blocks)
-        opened = steps.step([(0, 0, len(request.prompt))], [opening(request)])
-        tokens = integers(runner.launch(opened).answer().token_ids)
-        while len(tokens) < NEW_TOKENS - 4:
-            end, guesses = len(request.prompt) + len(tokens), known.generated[len(tokens) :][:3]
-            if len(tokens) % 2 == 0:
-                guesses[-1] = (guesses[-1] + 1) % VOCAB_SIZE
-            step = steps.step([(0, end - 1, end)], drafts={0: guesses})
-            tokens += integers(runner.launch(step).answer().token_ids)
-    target.recorder.check("drafts as tokens one by one", tokens == known.generated[: len(tokens)])
-
-
 def check_tuned(target: Target, kind: str) -> None:
     """Compare rows with soft prompts or adapters, beside rows without, with peft."""
     with temporary_directory() as directory:
@@ -146,8 +127,8 @@ def check_tuned(target: Target, kind: str) -> None:
 
 
 @contextmanager
-def written_llama() -> Iterator[ShardConfig]:
+def written_llama(**options: Any) -> Iterator[ShardConfig]:
     with temporary_directory() as directory:
         write_llama(directory, vocab_size=VOCAB_SIZE)
         write_byte_level(directory, VOCAB_SIZE - 3)
-        yield configure(directory, **SIZES, dtype="float32")
+        yield configure(directory, **SIZES, dtype="float32", **options)

@@ -22,6 +22,7 @@ from tgis.shard.kernels.cuda.step_state import (
     MAX_TOPS,
     DetailQuestions,
     DeviceDetails,
+    Flag,
     Segments,
     StagedStep,
     StepTensors,
@@ -170,10 +171,33 @@ def _draw_steps(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
     num_rows = 7 if target.is_rehearsal else NUM_ROWS
     device = target.device
     rows = draw_rows(device, group.vocab_sizes[0], num_rows)
-    order = torch.randperm(num_rows, dtype=torch.int32).to(device)
-    numbers = torch.arange(num_rows, dtype=torch.int32, device=device)
+    staged = _stage_rows(torch.randperm(num_rows, dtype=torch.int32).to(device))
+    out = StepTensors.empty(num_rows, num_rows, num_rows, device)
+    for tensor in out:
+        tensor.fill_(1)
+    yield f"{num_rows} rows", Input((staged, rows, out), results=(1, 2))
+
+
+def _draw_accepted(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    """Create a step of as many tokens as the largest batch, in which rows have up to three drafts. Half of
+    the drafts are accepted."""
+    num_tokens = 7 if target.is_rehearsal else NUM_ROWS
+    device = target.device
+    numbers = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    staged = _stage_rows(numbers // 4)._replace(token_ids=numbers % 5)
+    tokens = torch.randint(2, (num_tokens,), device=device) + numbers % 5 + 1
+    answers = torch.stack([tokens, (numbers % 4 == 0) * int(Flag.SAMPLED)], 1).int()
+    next_rows = torch.full_like(numbers, -1)
+    rows = draw_rows(device, group.vocab_sizes[0], num_tokens)
+    yield f"{num_tokens} tokens", Input((staged, rows, answers, next_rows), results=(3,))
+
+
+def _stage_rows(order: Tensor) -> StagedStep:
+    """Return a step of one token of each of these rows, int32 [n]; each token is sampled."""
+    device = order.device
+    numbers = torch.arange(len(order), dtype=torch.int32, device=device)
     none = torch.empty(0, 5, dtype=torch.int32, device=device)
-    staged = StagedStep(
+    return StagedStep(
         seq_rows=order,
         seq_ends=torch.full_like(order, 101),
         token_rows=order,
@@ -186,10 +210,6 @@ def _draw_steps(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
         sampled_rows=order,
         sampled_x=numbers,
     )
-    out = StepTensors.empty(num_rows, num_rows, num_rows, device)
-    for tensor in out:
-        tensor.fill_(1)
-    yield f"{num_rows} rows", Input((staged, rows, out), results=(1, 2))
 
 
 def _draw_samples(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
@@ -271,6 +291,7 @@ _DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
     "describe": _draw_questions,
     "multiply_codes": _draw_products,
     "widen_codes": _draw_widenings,
+    "accept_drafts": _draw_accepted,
     **{kernel: partial(_draw_states, kernel) for kernel in sorted(STATE_KERNELS)},
     "group_rows": _draw_groups,
     "add_low_rank": _draw_low_ranks,

@@ -35,10 +35,15 @@ MAX_NEW = 4 * STEPS  # of a row, so that none ends during the measurement
 
 
 def load_runner(
-    target: Target, shape: Shape, layout: CodeLayout | None = None, has_adapters: bool = False
+    target: Target,
+    shape: Shape,
+    layout: CodeLayout | None = None,
+    has_adapters: bool = False,
+    has_drafts: bool = False,
 ) -> DeviceModelRunner:
     """Return a runner without captured steps. Linear layers have codes of a layout, or bfloat16 weights.
-    Adapters, if there are any, are random ones of any digest."""
+    Adapters, if there are any, are random ones of any digest. With `has_drafts`, captured steps verify
+    drafts."""
     kernels, dtype = choose_kernels(target), torch.bfloat16
     if has_adapters:  # a fallback does not read the table of adapters
         kernels = replace(kernels, add_low_rank=load_kernels(target).add_low_rank)
@@ -62,6 +67,7 @@ def load_runner(
         LoadedAdapters((lambda _: draw_adapter(model.parts)) if has_adapters else _refuse_adapters),
         memory_left=lambda: 1 << 40,
         has_adapters=has_adapters,
+        has_drafts=has_drafts,
     )
 
 

@@ -23,6 +23,7 @@ from tgis.shard.kernels.cuda.offline.variants import (
     MODELS,
     ModelShape,
     Variant,
+    find_accept_drafts,
     find_begin_step,
     find_check_variants,
     find_group_rows,
@@ -58,6 +59,7 @@ def list_variants() -> Iterator[Variant]:
     yield from find_check_variants()
     for num_tokens in NUM_TOKENS:
         yield find_begin_step(num_tokens)
+        yield find_accept_drafts(num_tokens)
         yield find_group_rows(num_tokens)
         yield from find_model_variants(EXPERTS, num_tokens, (torch.bfloat16,))
         for name, shape in SHAPES.items():

@@ -268,6 +268,26 @@ def test_encoder_inputs_that_cannot_be_served(
     assert (packer.pack_encoder([message]) is None) == (problem is not None)
 
 
+def test_drafts_are_sequences_of_their_own_where_single_tokens_come_first() -> None:
+    table = RowTable(4, RowLimits(64, 4, 50), CPU, NOTHING)
+    builder, steps = BatchBuilder(table, Planner(), singles_first=True), Steps(4, 64)  # type: ignore[arg-type]
+    for row, length in enumerate((6, 3, 9, 4)):
+        table.open(open_row(row, list(range(1, length + 1)), max_new_tokens=30))
+    request = steps.step([(0, 2, 5), (1, 2, 3), (2, 8, 9), (3, 3, 4)], drafts={1: [7, 8, 9], 3: [4]})
+    work = builder.find_work(request)
+    assert work is not None
+    assert work.drafts is not None
+    assert work.rows.tolist() == [1, 1, 1, 1, 2, 3, 3, 0]
+    assert work.starts.tolist() == [2, 3, 4, 5, 8, 3, 4, 2]
+    assert work.ends.tolist() == [3, 4, 5, 6, 9, 4, 5, 5]
+    assert work.layout.begins.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 10]
+    assert work.layout.positions.tolist() == [2, 3, 4, 5, 8, 3, 4, 2, 3, 4]
+    assert work.sampled_rows.tolist() == [1, 1, 1, 1, 2, 3, 3]
+    assert work.sampled_x.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert work.drafts.tolist() == [7, 8, 9, -1, -1, 4, -1]
+    assert table.token_ids[1, :6].tolist() == [1, 2, 3, 7, 8, 9]
+
+
 def test_a_row_keeps_nothing_of_the_one_before() -> None:
     packer = builder(2, RowLimits(64, 4, 50))
     table = packer.table

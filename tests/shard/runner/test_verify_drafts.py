@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.cuda.runners import load_late
+from tests.support.cuda.runners import load_captured, load_late
 from tests.support.shard.checkpoints import write_llama
 from tests.support.shard.drafting import DraftingRouter, Foreseen
 from tests.support.shard.driver import Request, Router, configure, prompts
@@ -73,7 +73,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-LOADERS: dict[str, Callable[[ShardConfig], ModelRunner]] = {"host": load, "device": load_late}
+LOADERS: dict[str, Callable[[ShardConfig], ModelRunner]] = {
+    "host": load,
+    "device": load_late,
+    "captured": load_captured,
+}
 
 
 @pytest.fixture(scope="module", params=LOADERS)
@@ -83,7 +87,7 @@ def load_runner(request: pytest.FixtureRequest) -> Callable[[ShardConfig], Model
 
 @pytest.fixture(scope="module")
 def runner(directory: Path, load_runner: Callable[[ShardConfig], ModelRunner]) -> ModelRunner:
-    return load_runner(configure(directory))
+    return load_runner(configure(directory, speculate=6))
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +227,7 @@ def test_errors_after_a_draft(
     tokens = known.generated
     place = next(i for i, token in enumerate(tokens) if i > 2 and token not in [5, 6, 7, *tokens[:i]])
     poison(directory, tmp_path, tokens[place])
-    poisoned = load_runner(configure(tmp_path))
+    poisoned = load_runner(configure(tmp_path, speculate=6))
     steps = Steps(poisoned.info.block_size, poisoned.info.num_blocks)
     poisoned.launch(steps.step([(0, 0, 3)], [open_row(0, [5, 6, 7], max_new_tokens=12)])).answer()
     sampled, drafts, problems = tokens[:1], [tokens[place]] * 2, []

@@ -299,6 +299,56 @@ def test_rows_are_masked_in_their_places(guides: Guides, pieces: list[bytes]) ->
     assert torch.equal(logits[2, kept], before[2, kept])
 
 
+def read_words(words: np.ndarray[Any, Any]) -> set[int]:
+    return {i for i in range(VOCAB_SIZE) if words[i // 32] >> (i % 32) & 1}
+
+
+def test_masks_after_drafts_are_those_of_sampled_tokens(guides: Guides, pieces: list[bytes]) -> None:
+    """Check rows with right drafts, with one that the grammar disallows, with an end, and without a grammar.
+    The drafts do not advance the grammars."""
+    words = ["abab", "abba", "abacus"]
+    token = {piece: i for i, piece in enumerate(pieces)}
+    a, b, c = token[b"a"], token[b"b"], token[b"c"]
+    drafts = {0: [a, b, a, b], 1: [a, c, a], 2: [a, b, a, b, EOS, a], 3: [a, a], 4: []}
+    guides.reset()
+    for row in drafts:
+        guides.open(opened(None if row == 3 else choices(words), row=row))
+    rounds = guides.start_masking(drafts)()
+    assert [rows.tolist() for rows, _ in rounds] == [[0, 1, 2], [0, 2], [0, 2], [0, 2]]
+    foreseen = [
+        {row: read_words(masks.words[i]) for i, row in enumerate(rows.tolist())} for rows, masks in rounds
+    ]
+    assert [list(masks.are_complete) for _, masks in rounds][3] == [True, True]
+    for number, token_id in enumerate([a, b, a, b]):
+        advance(guides, token_id, row=0)
+        assert foreseen[number][0] == foreseen[number][2] == allowed(guides, row=0)
+    start = fitting({word.encode() for word in words}, b"", pieces)
+    assert allowed(guides, row=1) == allowed(guides, row=4) == start
+    assert guides.start_masking({3: [a]})() == []
+
+
+def test_no_token_is_allowed_after_a_draft_that_the_library_cannot_follow(
+    guides: Guides, pieces: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guides.reset()
+    guides.open(opened(choices(["abab"])))
+    allowed(guides)
+    compute, a = guides._compute_mask, next(i for i, piece in enumerate(pieces) if piece == b"a")
+
+    def fail(guide: Any, matcher: Any, token_ids: list[int]) -> Any:
+        if matcher is not guide.matcher:
+            raise RuntimeError("too many states")
+        return compute(guide, matcher, token_ids)
+
+    monkeypatch.setattr(guides, "_compute_mask", fail)
+    [(rows, masks)] = guides.start_masking({0: [a, a]})()
+    assert rows.tolist() == [0]
+    assert not masks.words.any()
+    assert not masks.are_complete.any()
+    advance(guides, a)
+    assert allowed(guides), "the row goes on"
+
+
 def test_a_library_error_ends_only_its_row(guides: Guides) -> None:
     guides.reset()
     for row in (0, 1):

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from tests.support.cuda.graph_sizes import of_rows
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
 from tests.support.shard.checkpoints import write_llama, write_model
-from tests.support.shard.driver import Request, Router, configure
+from tests.support.shard.driver import Request, Router, configure, opening
 from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.messages import Steps
 from tests.support.shard.portable import plain
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import CPU
@@ -50,6 +52,24 @@ def test_a_shard_with_graphs(model_path: Path) -> None:
     paths = {response.path for response in router.responses}
     assert info.num_prompt_graphs == len(graph_sizes([2, 5], 8, 512)) - 2
     assert paths - {pb.STEP_PATH_UNSPECIFIED} == {pb.STEP_PATH_GRAPH}
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({"speculate": 3}, pb.STEP_PATH_GRAPH),
+        ({"speculate": 0}, pb.STEP_PATH_DRAFTS),
+        ({"speculate": 3, "cuda_graphs": "0"}, pb.STEP_PATH_MODEL),
+    ],
+)
+def test_a_shard_captures_graphs_of_drafts_if_there_are_drafts(
+    model_path: Path, options: dict[str, Any], path: pb.StepPath
+) -> None:
+    runner = load(configure(model_path, **options), on=late_platform(LateDevice()))
+    steps = Steps(runner.info.block_size, runner.info.num_blocks)
+    opened = [opening(Request([7, 8, 9], 9, row=0))]
+    runner.launch(steps.step([(0, 0, 3)], opened)).answer()
+    assert runner.launch(steps.step([(0, 3, 4)], drafts={0: [5, 6]})).answer().path == path
 
 
 def test_default_graphs_and_none(model_path: Path) -> None:

@@ -32,9 +32,11 @@ def load_late(
     return move(host, config, device)
 
 
-def load_captured(config: ShardConfig, on: Platform | None = None) -> DeviceModelRunner:
+def load_captured(
+    config: ShardConfig, on: Platform | None = None, device: LateDevice | None = None
+) -> DeviceModelRunner:
     """Load a model to a late device with captured steps."""
-    runner = load_late(config, on=on)
+    runner = load_late(config, device, on)
     prompt_tokens = 0 if runner.model.spec.is_encoder_decoder else config.max_step_tokens
     runner.graphs.capture(graph_sizes(None, config.max_batch_size, prompt_tokens))
     return runner
@@ -84,4 +86,5 @@ def move(
         info,
         host.adapters,
         memory_left=lambda: 1 << 40,
+        has_drafts=bool(config.speculate),
     )

@@ -204,8 +204,8 @@ class Metrics(SeriesRegistry):
         self.steps_by_path = self._counter(
             "tgi_steps_by_path",
             "Steps that GPUs computed: as CUDA graphs (graph); kernel by kernel, because of a prompt, the "
-            "batch size, the model or an adapter; or with sampling on the host, because of many top tokens "
-            "(details), drafts or long lists (of stop token ids or biases)",
+            "batch size, the model, an adapter or drafts; or with sampling on the host, because of many top "
+            "tokens (details) or long lists (of stop token ids or biases)",
             "path",
         )
 

@@ -34,6 +34,12 @@ class Work(NamedTuple):
     drafts: TokenIds | None = None  # [num_sampled], drafted token ids, -1 where there is no draft
     num_proposed: Mapping[int, int] = {}  # number of drafts that the shard proposed, by row
 
+    def count_drafts(self) -> Integers:
+        """Return the number of drafts of its row before each sample, [num_sampled]."""
+        at = np.arange(len(self.sampled_rows))
+        is_first = np.diff(self.sampled_rows, prepend=-1) != 0
+        return at - np.maximum.accumulate(np.where(is_first, at, 0))
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -65,7 +71,8 @@ class BatchBuilder:
     ):
         """Create a builder that plans steps with `attention`. `proposer` proposes drafts for the rows for
         which the router requests drafts of the shard. With `singles_first`, sequences with a single new token
-        come first in a step. `states` are those of a model with recurrent layers."""
+        come first in a step, and a token and each of its drafts are sequences of their own. `states` are
+        those of a model with recurrent layers."""
         self.table = table
         self._block_size = table.block_size
         self._attention = attention
@@ -130,7 +137,7 @@ class BatchBuilder:
     ) -> Work:
         """Return work that treats drafts as the rows' next tokens. Sampled tokens later overwrite wrong
         drafts."""
-        order = self._find_order(ends - starts + num_drafts)
+        order = self._find_order(ends - starts)
         if order is not None:
             parts = np.split(ids, num_drafts.cumsum()[:-1])
             ids = np.concatenate([parts[i] for i in order.tolist()])
@@ -147,8 +154,13 @@ class BatchBuilder:
         drafts = np.full(len(sampled.positions), -1, np.int32)
         drafts[np.delete(np.arange(len(drafts)), sampled.begins[1:][samples] - 1)] = ids
         spans = self._input_spans(rows, starts, ends, layout.begins)
-        sampled_rows = rows[sampled.sequence]
-        return Work(rows, starts, ends + num_drafts, layout, sampled_rows, sampled.positions, spans, drafts)
+        work = Work(
+            rows, starts, ends + num_drafts, layout, rows[sampled.sequence], sampled.positions, spans, drafts
+        )
+        if not self._singles_first:
+            return work
+        assert self.states is None, "drafts of a model that keeps a state"
+        return _split_drafts(work, num_drafts)
 
     def _proposed_work(
         self,
@@ -295,6 +307,19 @@ class BatchBuilder:
 
     def _tensor(self, array: Array, dtype: type[np.generic]) -> Tensor:
         return _host_tensor(array, dtype).to(self.table.device)
+
+
+def _split_drafts(work: Work, num_drafts: Integers) -> Work:
+    """Make a sequence of each token of the sequences with drafts. Its keys and values up to its own token are
+    those that it would have without later drafts."""
+    num_parts = np.where(num_drafts > 0, num_drafts + 1, 1)
+    part = np.arange(num_parts.sum()) - (num_parts.cumsum() - num_parts).repeat(num_parts)
+    has_drafts = num_drafts.repeat(num_parts) > 0
+    starts, ends = work.starts.repeat(num_parts), work.ends.repeat(num_parts)
+    starts = np.where(has_drafts, starts + part, starts)
+    ends = np.where(has_drafts, starts + 1, ends)
+    rows = work.rows.repeat(num_parts)
+    return work._replace(rows=rows, starts=starts, ends=ends, layout=Layout.of(starts, ends))
 
 
 def _host_tensor(array: Array, dtype: type[np.generic]) -> Tensor:

@@ -6,7 +6,7 @@ for masks that are not ready when it samples."""
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,11 +49,19 @@ class Mask:
         banned: Booleans = np.unpackbits(self.allowed, bitorder="little")[: self.vocab_size] == 0
         return banned
 
+    def allows(self, token_id: int) -> bool:
+        return bool(self.allowed[token_id >> 3] >> (token_id & 7) & 1)
+
 
 class PackedMasks(NamedTuple):
     at: Integers  # [num_guided], indices of rows in [n]
     words: npt.NDArray[np.int32]  # [num_guided, ceil(vocab_size / 32)], see `RowState.masks`
     are_complete: Booleans  # [num_guided], only EOS is allowed
+
+
+# Waits for the masks after the first draft, after the second one, and so on: rows and their masks. Rows whose
+# drafts cannot be accepted so far have none.
+DraftMasks = Callable[[], list[tuple[Integers, PackedMasks]]]
 
 
 @dataclass
@@ -132,12 +140,58 @@ class Guides:
         index in [n]."""
         problems = dict[int, str]()
         masks = list(self._wait_for_masks(rows, problems))
+        return self._pack(masks), problems
+
+    def _pack(self, masks: Sequence[tuple[int, Mask]]) -> PackedMasks:
         words = np.zeros((len(masks), -(-self._vocab_size // 32) * 4), np.uint8)
         for i, (_, mask) in enumerate(masks):
             words[i, : len(mask.allowed)] = mask.allowed[: words.shape[1]]
         are_complete = np.array([mask.is_complete for _, mask in masks], np.bool_)
         at = np.array([row_index for row_index, _ in masks], np.int64)
-        return PackedMasks(at, words.view("<i4"), are_complete), problems
+        return PackedMasks(at, words.view("<i4"), are_complete)
+
+    def start_masking(self, drafts: Mapping[int, list[int]]) -> DraftMasks:
+        """Start to compute the masks after each of the drafts of rows, of which some have a grammar."""
+        work = {row: (self._guides[row], ids) for row, ids in drafts.items() if row in self._guides}
+        if not work:
+            return list
+        pending = self._thread.submit(self._mask_drafts, work)
+        return lambda: self._pack_rounds(pending.result())
+
+    def _mask_drafts(self, work: Mapping[int, tuple[Guide, list[int]]]) -> dict[int, list[Mask]]:
+        masks = dict[int, list[Mask]]()
+        for row, (guide, token_ids) in work.items():
+            masks[row] = []
+            try:
+                for mask in self._follow(guide, token_ids):
+                    masks[row].append(mask)
+            except Exception:  # the row's next step reports it, if the row gets there
+                masks[row].append(
+                    Mask(np.zeros(-(-self._vocab_size // 8), np.uint8), self._vocab_size, False)
+                )
+        return masks
+
+    def _follow(self, guide: Guide, token_ids: list[int]) -> Iterator[Mask]:
+        """Yield the mask after each draft, up to the first one that cannot be sampled or ends the row."""
+        mask = guide.outcome
+        if guide.matcher is None or isinstance(mask, str):
+            return
+        matcher = guide.matcher.deep_copy()
+        for token_id in token_ids:
+            if token_id in guide.eos_token_ids or not mask.allows(token_id):
+                return
+            following = self._compute_mask(guide, matcher, [token_id])
+            if following is None:
+                raise GuideError(f"its grammar: {_first_line(matcher.get_error())}")
+            yield (mask := following)
+
+    def _pack_rounds(self, masks: Mapping[int, list[Mask]]) -> list[tuple[Integers, PackedMasks]]:
+        rounds = []
+        for number in range(max(map(len, masks.values()), default=0)):
+            given = [(row, each[number]) for row, each in masks.items() if number < len(each)]
+            packed = self._pack(given)
+            rounds.append((packed.at, packed))
+        return rounds
 
     def has_guide(self, rows: Integers) -> Booleans:
         """Return bool [n], True where a row has a grammar."""
@@ -157,11 +211,16 @@ class Guides:
                 yield i, guide.outcome
 
     def advance(self, rows: Integers, token_ids: npt.NDArray[np.int32], ended: Booleans) -> None:
-        """Append a token to each of the rows [n], and start to compute the next masks."""
-        work = [(self._guides[row], [int(token_ids[i])]) for i, row in self._guided(rows) if not ended[i]]
+        """Append tokens to the rows [n], in which a row occurs once for each token, and start to compute the
+        next masks."""
+        work = dict[int, list[int]]()
+        for i, row in self._guided(rows):
+            if not ended[i]:
+                work.setdefault(row, []).append(int(token_ids[i]))
         if work:
-            pending = self._thread.submit(self._advance_all, work)
-            for guide, _ in work:
+            guides = [self._guides[row] for row in work]
+            pending = self._thread.submit(self._advance_all, list(zip(guides, work.values(), strict=True)))
+            for guide in guides:
                 guide.pending = pending
 
     def _guided(self, rows: Integers) -> list[tuple[int, int]]:

@@ -157,4 +157,5 @@ def make_runner(
         agree=parts.group.min,
         states=parts.states,
         has_adapters=parts.has_adapters,
+        has_drafts=parts.has_drafts,
     )

@@ -377,9 +377,12 @@ class _Loaded:
 
     @property
     def max_drafting_rows(self) -> int:
-        """Maximum number of rows with drafts in a step; 0 if the model keeps no states."""
+        """Maximum number of rows with drafts in a step; 0 if the model keeps no states or nothing proposes
+        drafts."""
         demand = self.plan.demand
-        return min(MAX_DRAFTING_ROWS, demand.max_batch_size) if demand.state_bytes else 0
+        if self.speculator is None or not demand.state_bytes:
+            return 0
+        return min(MAX_DRAFTING_ROWS, demand.max_batch_size)
 
     def log_parts(self, runner: ModelRunner) -> None:
         """Log the memory of states, and what a speculator takes of the cache."""
@@ -451,6 +454,7 @@ class _Loaded:
             demand.max_batch_size,
             self.can_capture,
             self.group,
+            bool(self.plan.config.speculate) and shape is None,
             self._open_speculator(num_blocks),
             self.has_adapters,
         )

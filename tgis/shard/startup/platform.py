@@ -92,6 +92,7 @@ class RunnerParts:
     max_rows: int
     can_capture: bool  # the model's steps can be captured
     group: ProcessGroup
+    has_drafts: bool  # the router may propose drafts
     speculator: Speculator | DraftParts | None = None
     has_adapters: bool = False  # LoRA adapters may be loaded
 

@@ -10,6 +10,7 @@ from tests.support.cuda.capturing_device import CapturingDevice
 from tests.support.cuda.interpreter import interpreted
 from tests.support.cuda.late_platform import late_platform
 from tests.support.shard.adapter_cases import AdapterCase
+from tests.support.shard.drafting import DraftingRouter, Foreseen
 from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.family_cases.all import CASES, has_experts, runs_on_gpus
 from tests.support.shard.tuning_cells import Asked
@@ -105,6 +106,27 @@ def test_families(name: str, tmp_path: Path) -> None:
     paths = run(runner, case, case.asked, 0)
     assert GRAPH in paths
     assert ADAPTER not in paths
+
+
+@pytest.mark.slow
+def test_drafts(tmp_path: Path) -> None:
+    """Steps with drafts of rows with different adapters, and of rows without one, are replayed."""
+    case = AdapterCase("llama_tied", tmp_path)
+    runner = load_case(case, speculate=3)
+    for digest in case.copies.digests:
+        runner.adapters.load(digest)
+    requests = [Foreseen(**vars(request)) for request in ask(case, case.asked)]
+    for request, asked in zip(requests, case.asked, strict=True):
+        request.truth = asked.answer.token_ids
+    router = DraftingRouter(runner, luck=0.8, seed=0)
+    router.run([*requests])
+    for request, asked in zip(requests, case.asked, strict=True):
+        certain = asked.answer.certain
+        assert request.generated[:certain] == asked.answer.token_ids[:certain]
+    assert 0 < router.num_right < router.num_guessed
+    paths = {response.path for response in router.responses}
+    assert GRAPH in paths
+    assert not paths & {ADAPTER, pb.STEP_PATH_DRAFTS}
 
 
 @pytest.mark.slow

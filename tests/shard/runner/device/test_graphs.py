@@ -58,6 +58,31 @@ class Steps:
         return StepParts(lambda: logits.copy_(rows + 1), sample, sample_detailed)
 
 
+def test_sampling_after_drafts_is_captured_if_drafts_are_expected() -> None:
+    steps, device = Steps(), Device()
+
+    def make(size: GraphSize) -> StepParts:
+        return steps.make(size)._replace(
+            sample_next=lambda: steps.answers.add_(10), sample_next_detailed=lambda: steps.answers.add_(100)
+        )
+
+    plain = StepGraphs(device, make, device.memory_left)
+    plain.capture(of_rows(2))
+    found = plain.find(1)
+    assert found is not None
+    assert found.sample_next is None
+    graphs = StepGraphs(device, make, device.memory_left, has_drafts=True)
+    graphs.capture(of_rows(2))
+    step = graphs.find(1)
+    assert step is not None
+    assert step.sample_next is not None
+    steps.rows.fill_(1.0)
+    after, after_detailed = step.sample_next
+    for graph in (step.forward, step.sample, after, after, after_detailed):
+        graph.replay()
+    assert steps.answers[:2].tolist() == [122.0, 122.0]
+
+
 def graphs_on(device: Device, steps: Steps | None = None) -> StepGraphs:
     return StepGraphs(device, (steps or Steps()).make, device.memory_left, lambda: device.now)
 

@@ -13,6 +13,7 @@ from tests.support.cuda.capturing_device import CapturingDevice
 from tests.support.cuda.fake_graph import FakeStream
 from tests.support.cuda.late_platform import late_platform
 from tests.support.cuda.queued_gloo import connect_queued
+from tests.support.shard.drafting import DraftingRouter, Foreseen
 from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.messages import GREEDY, SAMPLE
 from tests.support.shard.ranks import ALONE, Ranks
@@ -45,20 +46,36 @@ def make_requests() -> list[Request]:
     return [*requests, Request([11, 12, 13], 4, [5], GREEDY, details)]
 
 
-def serve(group: ProcessGroup, directory: Path, place: Path, graphs: str = "4") -> Served:
-    """Generate tokens on an emulated device."""
+def foresee(tokens: list[list[int]]) -> list[Foreseen]:
+    requests = [Foreseen(**vars(request)) for request in make_requests()]
+    for request, truth in zip(requests, tokens, strict=True):
+        request.truth = truth
+    return requests
+
+
+def serve(
+    group: ProcessGroup,
+    directory: Path,
+    place: Path,
+    graphs: str = "4",
+    truths: list[list[int]] | None = None,
+) -> Served:
+    """Generate tokens on an emulated device, with drafts if the tokens are known."""
     mine = ALONE if group.size == 1 else connect_queued(group.rank, group.size, place)
     options = {"rank": group.rank, "world_size": group.size, "kv_cache_tokens": 2048, "dtype": "float32"}
-    config = configure(directory, cuda_graphs=graphs, max_step_tokens=16, **options)
+    speculate = 0 if truths is None else 6
+    config = configure(directory, cuda_graphs=graphs, max_step_tokens=16, speculate=speculate, **options)
     runner = load(config, mine, late_platform(CapturingDevice()))
     sizes = list(runner.info.graph_sizes)
     if group.rank:
         return Served([], list(follow(group, runner)), [], sizes)
     relay = Relay(runner, group)
-    requests = make_requests()
-    router = Router(relay, 0)  # type: ignore[arg-type]
+    requests: Sequence[Request] = make_requests() if truths is None else foresee(truths)
+    router = Router(relay, 0) if truths is None else DraftingRouter(relay, 0.8, 0)  # type: ignore[arg-type]
     router.run(list(requests))
     share(group, b"")
+    if isinstance(router, DraftingRouter):
+        assert 0 < router.num_right < router.num_guessed
     paths = [response.path for response in router.responses]
     return Served([request.generated for request in requests], relay.digests, paths, sizes)
 
@@ -88,6 +105,21 @@ def test_launched_steps_of_several_ranks(
     assert launched.tokens == captured.tokens
     assert other.digests == launched.digests == captured.digests
     assert pb.STEP_PATH_GRAPH not in launched.paths
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", ["8", "0"])
+def test_drafts_of_several_ranks(
+    graphs: str, ranks: Ranks, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Every rank verifies the same drafts."""
+    directory = checkpoint("grouped_queries")
+    alone = serve(ALONE, directory, tmp_path, "0")
+    first, other = ranks.run(2, serve, directory, tmp_path / "drafts", graphs, alone.tokens)
+    assert first.tokens == alone.tokens
+    assert other.digests == first.digests
+    assert pb.STEP_PATH_DRAFTS not in first.paths
+    assert (pb.STEP_PATH_GRAPH in first.paths) == (graphs == "8")
 
 
 def sum_rows(group: ProcessGroup, place: Path, dtype: torch.dtype) -> list[bool]:

@@ -18,6 +18,7 @@ from tgis.shard.kernels.cuda import (
 )
 from tgis.shard.kernels.cuda.codes import multiply_codes, widen_codes
 from tgis.shard.kernels.cuda.details import describe
+from tgis.shard.kernels.cuda.functions import accept_drafts
 from tgis.shard.kernels.cuda.grouped import add_low_rank, group_rows, mix_experts
 from tgis.shard.kernels.cuda.grouped.group_rows import RowTiles
 from tgis.shard.kernels.cuda.states import convolve, keep_inputs, scan_delta, scan_mamba
@@ -32,6 +33,7 @@ KERNELS: dict[str, ModuleType] = {
     "gate": gate,
     "sample": sample,
     "describe": describe,
+    "accept_drafts": accept_drafts,
     "convolve": convolve,
     "scan_mamba": scan_mamba,
     "scan_delta": scan_delta,
@@ -62,6 +64,7 @@ class Implementations:
     gate: Callable[..., Tensor]
     sample: Callable[..., None]
     describe: Callable[..., None]
+    accept_drafts: Callable[..., None]
     convolve: Callable[..., Tensor]
     scan_mamba: Callable[..., Tensor]
     scan_delta: Callable[..., Tensor]

@@ -36,10 +36,10 @@ def launch(
 ) -> None:
     """Sample from logits, contiguous float32 [n, vocab_size].
 
-    Logits of rows that draw a token are changed in place; those of other rows are undefined afterwards.
-    sampled_rows: int32 [n], each row at most once, except the idle row. answers: int32 [n, 2], receives the
-    token and `Flag`s. Ended rows are not sampled, and their flags are 0. questions, if given, receives the
-    questions for the details that rows want. It does not change the tokens."""
+    Logits of rows that draw a token are changed in place, those of ended rows are not, and those of other
+    rows are undefined afterwards. sampled_rows: int32 [n], each row at most once, except the idle row.
+    answers: int32 [n, 2], receives the token and `Flag`s. Ended rows are not sampled, and their flags are 0.
+    questions, if given, receives those for the details that rows want, and does not change the tokens."""
     num_samples, vocab_size = logits.shape
     assert logits.is_contiguous(), "rows are contiguous"
     if not num_samples:
@@ -88,8 +88,9 @@ def plain(
 ) -> None:
     index = sampled_rows.long()
     words = rows.words[index]  # [n, len(Word)]
-    raw = None if questions is None else logits.clone()
+    raw = logits.clone()
     _change(logits, rows, index, words)
+    logits.copy_(torch.where(words[:, Word.ENDED, None] != 0, raw, logits))
     highest = logits.max(-1).values
     best = logits.argmax(-1)
     is_usable = highest.isfinite()
@@ -98,7 +99,7 @@ def plain(
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     drawn = draw_columns(scores, _draw_keys(words), ids)
     tokens = torch.where(words[:, Word["GREEDY"]] != 0, best, drawn)
-    if questions is not None and raw is not None:
+    if questions is not None:
         _ask(questions, raw, logits, scores, tokens, is_usable, words)
     _append(tokens, is_usable, rows, index, words, answers)
 

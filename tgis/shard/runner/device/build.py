@@ -35,12 +35,13 @@ def make_device_runner(
     memory_left: Callable[[], int],
     states: StateCache | None = None,
     has_adapters: bool = False,
+    has_drafts: bool = False,
     agree: Callable[[int], int] = lambda value: value,
 ) -> DeviceModelRunner:
     """Build a runner without graphs. The cache's last block is the dummy block, which `info.num_blocks` does
     not count. The last slot of `states`, those of a model with recurrent layers, is a dummy, too.
     `memory_left` returns the free bytes of the device, and `agree` the smallest of the ranks' values.
-    `has_adapters` is true if LoRA adapters may be loaded."""
+    `has_adapters` is true if LoRA adapters may be loaded. With `has_drafts`, graphs also verify drafts."""
     spec = model.spec
     assert isinstance(spec, DecoderSpec | EncoderDecoderSpec), "other engines run on the CPU"
     num_blocks = cache.num_blocks - 1
@@ -57,7 +58,9 @@ def make_device_runner(
     described = pb.InfoResponse(num_blocks=num_blocks)
     described.MergeFrom(info)
     described.num_blocks = num_blocks
-    return DeviceModelRunner(on, stream, builder, packer, guides, described, adapters, memory_left, agree)
+    return DeviceModelRunner(
+        on, stream, builder, packer, guides, described, adapters, memory_left, agree, has_drafts
+    )
 
 
 def can_use_slots(kernels: Implementations, model: AdaptableModel) -> bool:

@@ -1,7 +1,12 @@
-"""Work of a step on a device: the forward pass up to the logits, and the sampling."""
+"""Work of a step on a device: the forward pass up to the logits, and the sampling.
+
+Steps with drafts are sampled in rounds: the first one samples each row once, and each further round samples
+the rows whose last sampled token is the next draft."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,6 +119,36 @@ def find_states(cache: StateCache, spans: Tensor) -> StepStates:
     return StepStates(cache, slots[:-1], begins, starts[:-1])
 
 
+class RoundMemory(NamedTuple):
+    """Results of a further round."""
+
+    rows: Tensor  # int32 [num_sampled], sampled rows; idle where the round samples nothing
+    answers: Tensor  # int32 [num_sampled, 2], see `sample`
+
+    @classmethod
+    def allocate(cls, num_sampled: int, device: torch.device) -> "RoundMemory":
+        rows = torch.empty(num_sampled, dtype=torch.int32, device=device)
+        return cls(rows, torch.empty((num_sampled, 2), dtype=torch.int32, device=device))
+
+    def take(self, count: int) -> "RoundMemory":
+        return RoundMemory(self.rows[:count], self.answers[:count])
+
+
+def sample_next(
+    on: DeviceModel,
+    staged: StagedStep,
+    logits: Tensor,
+    answers: Tensor,
+    memory: RoundMemory,
+    details: DeviceDetails | None = None,
+) -> None:
+    """Do a further round. `answers` and `details` have the results of all rounds so far, and receive those of
+    this one: no sample has more than one. The logits of samples of later rounds do not change."""
+    on.kernels.accept_drafts(staged, on.state, answers, memory.rows)
+    on.sample(logits, memory.rows, memory.answers, details)
+    answers.add_(memory.answers)
+
+
 class EagerStep:
     """Step whose kernels are launched one by one, with its own tensors."""
 
@@ -149,8 +184,17 @@ class EagerStep:
         assert logits is not None
         self._on.sample(logits, self._staged.sampled_rows, self.answers, details)
 
-    def make_details(self) -> DeviceDetails:
+    @cached_property
+    def details(self) -> DeviceDetails:
         return DeviceDetails.empty(len(self.answers), MAX_TOPS, self.answers.device)
+
+    @torch.inference_mode()
+    def sample_next(self, details: DeviceDetails | None = None) -> None:
+        """Sample the rows whose last sampled token is the next draft."""
+        logits = self.outputs().logits
+        assert logits is not None, "the step has drafts"
+        memory = RoundMemory.allocate(len(self.answers), self.answers.device)
+        sample_next(self._on, self._staged, logits, self.answers, memory, details)
 
 
 class FixedSteps:
@@ -167,6 +211,7 @@ class FixedSteps:
         self.staged = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         self.answers = torch.zeros((max_rows, 2), dtype=torch.int32, device=self._device)
         self.details = DeviceDetails.empty(max_rows, MAX_TOPS, self._device)
+        self._round = RoundMemory.allocate(max_rows, self._device)
         self._logits: Tensor | None = None
 
     @property
@@ -189,6 +234,7 @@ class FixedSteps:
         logits = self.logits[:num_sampled]
         answers = self.answers[:num_sampled]
         details = self.details.first(num_sampled)
+        memory = self._round.take(num_sampled)
 
         def forward() -> None:
             computed = self._on.compute(staged, tensors, inputs).logits
@@ -201,4 +247,11 @@ class FixedSteps:
         def sample_detailed() -> None:
             self._on.sample(logits, staged.sampled_rows, answers, details)
 
-        return StepParts(*map(torch.inference_mode(), (forward, sample, sample_detailed)))
+        def sample_after() -> None:
+            sample_next(self._on, staged, logits, answers, memory)
+
+        def sample_after_detailed() -> None:
+            sample_next(self._on, staged, logits, answers, memory, details)
+
+        parts = forward, sample, sample_detailed, sample_after, sample_after_detailed
+        return StepParts(*map(torch.inference_mode(), parts))

@@ -14,6 +14,7 @@ import torch
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, MAX_TOP_N, Flag, RowState, Wanted
+from tgis.shard.runner.batch_builder import Work
 from tgis.shard.runner.columns import NOT_WANTED, read_column
 from tgis.shard.runner.device.device_rows import CountedTokens, RowUpdates, count_tokens, make_words
 from tgis.shard.runner.device.uploads import Words
@@ -25,11 +26,28 @@ HAS_ENDED = int(Flag.ENDED | Flag.UNUSABLE)
 
 
 class SampledRows(NamedTuple):
-    """Rows that sample one token in a step, with the sequences and positions of the tokens."""
+    """Samples of a step, with the sequences and positions of their tokens."""
 
-    rows: Integers  # [n], unique
+    rows: Integers  # [n], each row once, plus once for each draft
     sequence_numbers: Integers  # [n], as in `DeviceTable`
     positions: Integers  # [n]
+    rounds: Integers | None = None  # [n], number of drafts before the token; None: no row has drafts
+
+    @property
+    def first_rows(self) -> Integers:
+        """Rows, each once."""
+        return self.rows if self.rounds is None else self.rows[self.rounds == 0]
+
+    @property
+    def num_drafts(self) -> int:
+        """Maximum number of drafts of a row."""
+        return 0 if self.rounds is None else int(self.rounds.max())
+
+    def read_flags(self, flags: Words) -> Words:
+        """Return the flags of answers [n] without errors after a draft. They recur in the row's next step."""
+        if self.rounds is None:
+            return flags
+        return np.where(self.rounds > 0, flags & ~np.int32(Flag.UNUSABLE), flags)
 
 
 class DeviceTable(RowTable):
@@ -106,8 +124,6 @@ class DeviceTable(RowTable):
 
     def find_host_path(self, request: pb.StepRequest) -> pb.StepPath:
         """Return why the host must sample in a step; unspecified if the device can."""
-        if request.draft_ids or request.max_drafts:
-            return pb.STEP_PATH_DRAFTS
         rows, starts, ends = (
             read_column(column).astype(np.int64) for column in (request.rows, request.starts, request.ends)
         )
@@ -117,28 +133,44 @@ class DeviceTable(RowTable):
         paths = self._host_paths[rows[(ends == self.lengths[rows]) & ~self.ended[rows]]]
         return cast(pb.StepPath, int(paths.max(initial=pb.STEP_PATH_UNSPECIFIED)))
 
-    def name_sampled(self, rows: Integers) -> SampledRows:
-        return SampledRows(rows, self._sequence_numbers[rows], self.lengths[rows])
+    def name_sampled(self, work: Work) -> SampledRows:
+        rows = work.sampled_rows
+        numbers, positions = self._sequence_numbers[rows], self.lengths[rows]
+        if work.drafts is None:
+            return SampledRows(rows, numbers, positions)
+        rounds = work.count_drafts()
+        return SampledRows(rows, numbers, positions + rounds, rounds)
 
     def plan_tokens(self, rows: Integers) -> None:
-        """Extend rows by the token that they sample in the launched step, unless they end earlier."""
+        """Extend rows by the token that they sample in the launched step, unless they end earlier. Accepted
+        drafts are added with the answer, and no step before it computes rows with drafts."""
         lengths = self.lengths[rows]
         self.token_ids[rows, lengths] = -1
         self.lengths[rows] = lengths + 1
         self.ended[rows] |= lengths + 1 >= self.limit[rows]
 
+    def are_current(self, sampled: SampledRows) -> Booleans:
+        """Return bool [n], True for samples of rows that still have the same sequence."""
+        current: Booleans = self._sequence_numbers[sampled.rows] == sampled.sequence_numbers
+        return current
+
     def apply(
         self, sampled: SampledRows, token_ids: TokenIds, flags: Words
     ) -> tuple[Integers, TokenIds, Booleans]:
         """Apply the device's answers [n]. Return the rows that sampled a token for their current sequence,
-        their tokens, and True where the sequence has ended."""
-        is_current = self._sequence_numbers[sampled.rows] == sampled.sequence_numbers
-        has_ended = (flags & HAS_ENDED) != 0
+        once for each token, the tokens, and True where the sequence has ended with one."""
+        is_current = self.are_current(sampled)
+        known = sampled.read_flags(flags)
+        has_ended = (known & HAS_ENDED) != 0
         self.ended[sampled.rows[is_current & has_ended]] = True
         kept = is_current & ((flags & HAS_SAMPLED) != 0)
         rows = sampled.rows[kept]
         token_ids = token_ids[kept]
-        self.token_ids[rows, sampled.positions[kept]] = token_ids
+        positions = sampled.positions[kept]
+        self.token_ids[rows, positions] = token_ids
+        if sampled.rounds is not None:
+            np.maximum.at(self.lengths, rows, positions + 1)
+            self.renew(sampled.rows[is_current & (known != flags)])  # the device has ended these rows
         return rows, token_ids, has_ended[kept]
 
     def take_blocks(self) -> Words:

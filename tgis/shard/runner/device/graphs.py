@@ -1,6 +1,7 @@
 """Captures whole steps as CUDA graphs, by size. The forward graph computes the logits; the sampling graph
 samples and appends the tokens; there is a second one that also computes token details. They are separate
-because sampling may have to wait for masks."""
+because sampling may have to wait for masks. Two more sample after accepted drafts, without and with details,
+and are replayed once for each draft of a row."""
 
 import gc
 import logging
@@ -31,6 +32,9 @@ class StepParts(NamedTuple):
     sample: Callable[[], None]
     sample_detailed: Callable[[], None]
     """The same as `sample`, and computes token details."""
+    sample_next: Callable[[], None] = lambda: None
+    """Samples the rows whose last sampled token is a draft."""
+    sample_next_detailed: Callable[[], None] = lambda: None
 
 
 class CapturedStep(NamedTuple):
@@ -38,6 +42,7 @@ class CapturedStep(NamedTuple):
     forward: Graph
     sample: Graph
     sample_detailed: Graph
+    sample_next: tuple[Graph, Graph] | None  # without and with details; None if drafts are not expected
     parts: StepParts  # kept because the graphs use its memory
 
 
@@ -63,7 +68,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 class StepGraphs:
     """Captured steps by size. `make_parts` returns the parts of a step of a given size; `memory_left` returns
-    the free bytes of the device as its driver counts them.
+    the free bytes of the device as its driver counts them. With `has_drafts`, the sampling after drafts is
+    captured, too.
 
     All ranks must have the same graphs, because graphs contain collectives. `agree` returns the smallest of
     the ranks' values."""
@@ -75,12 +81,14 @@ class StepGraphs:
         memory_left: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         agree: Callable[[int], int] = lambda value: value,
+        has_drafts: bool = False,
     ):
         self._stream = stream
         self._make_parts = make_parts
         self._memory_left = memory_left
         self._agree = agree
         self._clock = clock
+        self._has_drafts = has_drafts
         self._steps: dict[GraphSize, CapturedStep] = {}  # sorted by number of tokens
         self.refusal: str | None = None
         """Reason why steps could not be captured."""
@@ -167,11 +175,16 @@ class StepGraphs:
             forward = self._stream.capture(parts.forward)
             sample = self._stream.capture(parts.sample)
             sample_detailed = self._stream.capture(parts.sample_detailed)
+            sample_next = self._capture_next(parts) if self._has_drafts else None
         except torch.OutOfMemoryError:
             return None, _Outcome.OUT_OF_MEMORY, "out of memory"
         except RuntimeError as error:
             return None, _Outcome.FAILED, first_line(error)
-        return CapturedStep(size, forward, sample, sample_detailed, parts), _Outcome.CAPTURED, ""
+        step = CapturedStep(size, forward, sample, sample_detailed, sample_next, parts)
+        return step, _Outcome.CAPTURED, ""
+
+    def _capture_next(self, parts: StepParts) -> tuple[Graph, Graph]:
+        return self._stream.capture(parts.sample_next), self._stream.capture(parts.sample_next_detailed)
 
     def _drop_kind(self, like: GraphSize) -> None:
         kept = [size for size in self._steps if _kind_of(size) != _kind_of(like)]

@@ -1,5 +1,8 @@
 """Uploads grammar masks and green lists to a device, between a step's forward pass and its sampling."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +13,8 @@ from tgis.shard.runner.device.uploads import Uploads, Words
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.sampling.grammar import PackedMasks
 
+_NONE = torch.empty(0, dtype=torch.int32)
+
 
 class MaskUploads:
     def __init__(self, stream: DeviceStream, state: RowState):
@@ -19,14 +24,44 @@ class MaskUploads:
 
     def send_greens(self, rows: Integers, greens: Words) -> None:
         """Queue the upload of the green lists of rows [n], see `RowState.greens`."""
-        sent = self._uploads.send([rows.astype(np.int32), greens])
-        self._stream.run(lambda: _apply_greens(self._state, *sent))
+        for queue in self.send_green_rounds([(rows, greens)]):
+            queue()
+
+    def send_green_rounds(self, rounds: Sequence[tuple[Integers, Words]]) -> list[Callable[[], None]]:
+        """Queue the upload of the green lists of rows for several rounds of sampling. Return for each round a
+        function that queues its lists for the rows."""
+        if not rounds:
+            return []
+        sent = self._uploads.send(
+            [part for rows, greens in rounds for part in (rows.astype(np.int32), greens)]
+        )
+        return [partial(self._queue_greens, *sent[i : i + 2]) for i in range(0, len(sent), 2)]
 
     def send(self, rows: Integers, masks: PackedMasks, failed_rows: Integers) -> None:
         """Queue the upload of the rows' masks [n], and end the rows whose grammar has failed."""
         arrays = [rows, masks.are_complete, masks.words, failed_rows]
         sent = self._uploads.send([np.asarray(array, np.int32) for array in arrays])
         self._stream.run(lambda: _apply(self._state, *sent))
+
+    def send_rounds(self, rounds: Sequence[tuple[Integers, PackedMasks]]) -> list[Callable[[], None]]:
+        """Queue the upload of the masks of rows for several rounds of sampling. Return for each round a
+        function that queues its masks for the rows."""
+        if not rounds:
+            return []
+        arrays = [
+            np.asarray(array, np.int32)
+            for rows, masks in rounds
+            for array in (rows, masks.are_complete, masks.words)
+        ]
+        sent = self._uploads.send(arrays)
+        parts = [sent[i : i + 3] for i in range(0, len(sent), 3)]
+        return [partial(self._queue, *part) for part in parts]
+
+    def _queue_greens(self, rows: Tensor, greens: Tensor) -> None:
+        self._stream.run(lambda: _apply_greens(self._state, rows, greens))
+
+    def _queue(self, rows: Tensor, are_complete: Tensor, masks: Tensor) -> None:
+        self._stream.run(lambda: _apply(self._state, rows, are_complete, masks, _NONE))
 
 
 @torch.inference_mode()

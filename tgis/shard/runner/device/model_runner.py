@@ -18,10 +18,12 @@ from tgis.shard.kernels.cuda.step_state import MAX_TOPS, DeviceDetails, StagedSt
 from tgis.shard.layers.lora import Adapter, TokenAdapters
 from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
+from tgis.shard.runner.columns import read_column
 from tgis.shard.runner.device.details.copies import DetailCopies
 from tgis.shard.runner.device.details.prompt_tokens import PromptDetails
 from tgis.shard.runner.device.device_rows import RowUpdates, apply_updates
 from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSteps
+from tgis.shard.runner.device.device_table import SampledRows
 from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
 from tgis.shard.runner.device.masks import MaskUploads
 from tgis.shard.runner.device.pending_step import Clock, PendingStep
@@ -35,7 +37,7 @@ from tgis.shard.runner.interface import Pending
 from tgis.shard.runner.model_runner import ComputedStep, close_and_open, list_saves, open_states
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Problem, report_problem
-from tgis.shard.sampling.grammar import Guides
+from tgis.shard.sampling.grammar import DraftMasks, Guides
 from tgis.shard.sampling.watermark import pack_green
 
 STAGED_WORDS = 1 << 16  # initial size of an upload slot; a larger upload allocates a larger slot
@@ -48,9 +50,11 @@ class QueuedStep(NamedTuple):
     sampled_at: Integers  # [num_sampled], indices of the samples' logits and answers
     adapters: TokenAdapters | None
     outputs: Callable[[], Outputs]  # valid after the forward pass
-    sample: Callable[[], None]  # queues the sampling, which writes `answers`
-    sample_detailed: Callable[[], DeviceDetails]  # the same, and returns the memory of token details
+    # Queue a round of sampling, see `device_step`. They write `answers` and, with True, `details`.
+    sample: Callable[[bool], None]
+    sample_next: Callable[[bool], None]
     answers: Tensor  # int32 [at least num_sampled, 2]
+    details: Callable[[], DeviceDetails]  # memory of at least num_sampled
 
 
 class DeviceModelRunner:
@@ -72,6 +76,7 @@ class DeviceModelRunner:
         adapters: LoadedAdapters,
         memory_left: Callable[[], int],
         agree: Callable[[int], int],
+        has_drafts: bool = False,
     ) -> None:
         self.info = info
         self.adapters = adapters
@@ -91,7 +96,7 @@ class DeviceModelRunner:
         self._fixed = FixedSteps(on, packer, max_rows, stream)
         row_adapters = self._table.row_adapters
         self._slots = None if on.slots is None else SlotAssignments(on.slots, row_adapters)
-        self.graphs = StepGraphs(stream, self._make_parts, memory_left, agree=agree)
+        self.graphs = StepGraphs(stream, self._make_parts, memory_left, agree=agree, has_drafts=has_drafts)
         self._is_answering = info.rank == 0
         self._inputs = PromptDetails(on, self._table, self._uploads, stream, self._is_answering)
         self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)
@@ -114,6 +119,7 @@ class DeviceModelRunner:
         assert len(self._launched) < NUM_SLOTS, "too many steps are pending"
         for problem in close_and_open(request, self._table, self._guides):
             report_problem(response, problem, self._is_answering)
+        self._finish_drafts(request)
         self._open_states(request)
         self._update_slots()
         failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
@@ -127,11 +133,12 @@ class DeviceModelRunner:
             self._send_updates()
             response.forward_ns = time.perf_counter_ns() - began
             return ComputedStep(response)
+        draft_masks = None if host_path else self._start_masking(work)
         step = self._queue_forward(work, has_encoded)
         self._save_states(request)
         response.path = host_path or step.path
         if not host_path:
-            return self._queue_rest(work, step, response)
+            return self._queue_rest(work, step, draft_masks, response)
         self._sampler.answer(work, step.adapters, self._wait_for_outputs(step), response)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
@@ -192,26 +199,24 @@ class DeviceModelRunner:
             path = pb.STEP_PATH_PROMPT
         if path == pb.STEP_PATH_GRAPH:
             assert captured is not None
-            return self._replay_forward(arrays, captured, size.num_single)
+            return self._replay_forward(arrays, captured, size.num_single, work.drafts is not None)
         staged = StagedStep(*self._send_step(arrays))
         if self._slots is not None:
             size = size._replace(max_rank=self._slots.max_rank)
         step = EagerStep(self._on, staged, size, virtual, adapters)
         self._stream.run(step.forward)
 
-        def sample_detailed() -> DeviceDetails:
-            details = step.make_details()
+        def sample(is_detailed: bool) -> None:
+            details = step.details if is_detailed else None
             self._stream.run(lambda: step.sample(details))
-            return details
 
+        def sample_next(is_detailed: bool) -> None:
+            details = step.details if is_detailed else None
+            self._stream.run(lambda: step.sample_next(details))
+
+        at = np.arange(len(work.sampled_rows))
         return QueuedStep(
-            path,
-            np.arange(len(work.sampled_rows)),
-            step.adapters,
-            step.outputs,
-            lambda: self._stream.run(step.sample),
-            sample_detailed,
-            step.answers,
+            path, at, step.adapters, step.outputs, sample, sample_next, step.answers, lambda: step.details
         )
 
     def _find_adapters(self, work: Work) -> tuple[Words, TokenAdapters | None]:
@@ -230,7 +235,9 @@ class DeviceModelRunner:
             return None
         return captured
 
-    def _replay_forward(self, arrays: StagedArrays, captured: CapturedStep, num_single: int) -> QueuedStep:
+    def _replay_forward(
+        self, arrays: StagedArrays, captured: CapturedStep, num_single: int, has_drafts: bool
+    ) -> QueuedStep:
         self._send_updates()
         self._uploads.send_to(self._fixed.staged, self._packer.pad_step(arrays, captured.size, num_single))
         captured.forward.replay()
@@ -243,19 +250,22 @@ class DeviceModelRunner:
             is_first = has_prompts or count == len(arrays.token_rows)
             return Outputs(logits, logits[:count] if is_first else logits[torch.from_numpy(at)])
 
-        def sample_detailed() -> DeviceDetails:
-            captured.sample_detailed.replay()
-            return self._fixed.details
+        path = pb.STEP_PATH_GRAPH
+        if captured.sample_next is None and has_drafts:
+            path = pb.STEP_PATH_DRAFTS
 
-        return QueuedStep(
-            pb.STEP_PATH_GRAPH,
-            at,
-            None,
-            outputs,
-            captured.sample.replay,
-            sample_detailed,
-            self._fixed.answers,
-        )
+        def sample(is_detailed: bool) -> None:
+            (captured.sample_detailed if is_detailed else captured.sample).replay()
+
+        def sample_next(is_detailed: bool) -> None:
+            parts = captured.parts
+            if captured.sample_next is not None:
+                captured.sample_next[is_detailed].replay()
+            else:
+                self._stream.run(parts.sample_next_detailed if is_detailed else parts.sample_next)
+
+        fixed = self._fixed
+        return QueuedStep(path, at, None, outputs, sample, sample_next, fixed.answers, lambda: fixed.details)
 
     def _send_step(self, arrays: StagedArrays) -> list[Tensor]:
         """Upload a step and the pending updates of rows."""
@@ -275,33 +285,79 @@ class DeviceModelRunner:
         state = self._on.state
         self._stream.run(torch.inference_mode()(lambda: apply_updates(updates, state)))
 
-    def _queue_rest(self, work: Work, step: QueuedStep, response: pb.StepResponse) -> PendingStep:
+    def _queue_rest(
+        self, work: Work, step: QueuedStep, draft_masks: DraftMasks | None, response: pb.StepResponse
+    ) -> PendingStep:
         """Queue a step's sampling and the copy of its answers."""
-        sampled = self._table.name_sampled(work.sampled_rows)
+        sampled = self._table.name_sampled(work)
         slot = self._answer_slots.take(len(step.answers) * 2)
         inputs = self._inputs.queue(work.input_spans, step.outputs, step.adapters)
         described = None
         if len(sampled.rows):
-            self._send_masks(sampled.rows, response)
-            described = self._queue_sampling(sampled.rows, step)
+            self._send_masks(sampled.first_rows, response)
+            described = self._queue_sampling(sampled, step, draft_masks)
             self._queue_answers(step, slot.memory)
         details = None
         if self._is_answering and (inputs or described is not None):
             details = self._details.queue(inputs, sampled.rows, described)
         event = slot.last_use = self._stream.record()
-        self._table.plan_tokens(sampled.rows)
+        self._table.plan_tokens(sampled.first_rows)
         pending = PendingStep(
             response, self._is_answering, sampled, step.sampled_at, slot, event, self._clock, details
         )
         self._launched.append(pending)
         return pending
 
-    def _queue_sampling(self, rows: Integers, step: QueuedStep) -> DeviceDetails | None:
+    def _queue_sampling(
+        self, sampled: SampledRows, step: QueuedStep, draft_masks: DraftMasks | None
+    ) -> DeviceDetails | None:
         """Queue a step's sampling. Return the memory of the details of its tokens, if any row wants them."""
-        if not self._is_answering or not self._table.wants_details[rows].any():
-            step.sample()
+        is_detailed = self._is_answering and bool(self._table.wants_details[sampled.rows].any())
+        step.sample(is_detailed)
+        if draft_masks is not None:
+            self._sample_drafts(sampled, step, draft_masks, is_detailed)
+        return step.details().first(int(step.sampled_at.max()) + 1) if is_detailed else None
+
+    def _sample_drafts(
+        self, sampled: SampledRows, step: QueuedStep, draft_masks: DraftMasks, is_detailed: bool
+    ) -> None:
+        """Queue a round of sampling for each draft of the row with the most drafts."""
+        greens = self._masks.send_green_rounds(self._list_greens(sampled))
+        masks = self._masks.send_rounds(draft_masks())
+        for number in range(sampled.num_drafts):
+            for queue in (*greens[number : number + 1], *masks[number : number + 1]):
+                queue()
+            step.sample_next(is_detailed)
+
+    def _start_masking(self, work: Work) -> DraftMasks | None:
+        """Start to compute the grammar masks after the drafts of a step. Return None if it has none."""
+        if work.drafts is None:
             return None
-        return step.sample_detailed().first(int(step.sampled_at.max()) + 1)
+        drafts = dict[int, list[int]]()
+        at = np.flatnonzero(work.drafts >= 0)
+        for row, token_id in zip(work.sampled_rows[at].tolist(), work.drafts[at].tolist(), strict=True):
+            drafts.setdefault(row, []).append(token_id)
+        return self._guides.start_masking(drafts)
+
+    def _finish_drafts(self, request: pb.StepRequest) -> None:
+        """Wait for the answers on which the rows of a step depend: those of rows that have drafts in it, and
+        of rows that had drafts. The router has them already, so they are late only on other ranks."""
+        if not request.num_drafts and all(pending.sampled.rounds is None for pending in self._launched):
+            return
+        rows = read_column(request.rows)
+        drafted = rows[read_column(request.num_drafts) > 0] if request.num_drafts else rows[:0]
+
+        def is_needed(sampled: SampledRows) -> bool:
+            current = self._table.are_current(sampled)
+            if np.isin(drafted, sampled.rows[current]).any():
+                return True
+            if sampled.rounds is None:
+                return False
+            return bool(np.isin(rows, sampled.rows[current & (sampled.rounds > 0)]).any())
+
+        while any(is_needed(pending.sampled) for pending in self._launched):
+            self._launched[0].finish()
+            self._apply_answers()
 
     def _queue_answers(self, step: QueuedStep, memory: Tensor) -> None:
         answers = step.answers[: int(step.sampled_at.max()) + 1].view(-1)
@@ -322,10 +378,23 @@ class DeviceModelRunner:
 
     def _send_greens(self, rows: Integers) -> None:
         if len(rows):
-            table = self._table
-            previous = table.token_ids[rows, table.lengths[rows] - 1]
-            gammas = table.rows["watermark_gamma"][rows]
-            self._masks.send_greens(rows, pack_green(previous, gammas, table.limits.vocab_size))
+            self._masks.send_greens(rows, self._draw_greens(rows, self._table.lengths[rows]))
+
+    def _list_greens(self, sampled: SampledRows) -> list[tuple[Integers, Words]]:
+        """Return for each further round its rows with a watermark, and their green lists."""
+        assert sampled.rounds is not None
+        is_marked = self._table.is_marked[sampled.rows]
+        rounds = sampled.rounds[is_marked]
+        rows, positions = sampled.rows[is_marked], sampled.positions[is_marked]
+        last = int(rounds.max(initial=0))
+        parts = [rounds == number for number in range(1, last + 1)]
+        return [(rows[at], self._draw_greens(rows[at], positions[at])) for at in parts]
+
+    def _draw_greens(self, rows: Integers, positions: Integers) -> Words:
+        """Return the green lists of the rows' tokens at these positions, after the token or draft before."""
+        table = self._table
+        previous = table.token_ids[rows, positions - 1]
+        return pack_green(previous, table.rows["watermark_gamma"][rows], table.limits.vocab_size)
 
     def _send_grammar_masks(self, live: Integers, response: pb.StepResponse) -> None:
         if not len(live):

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -85,14 +86,23 @@ class PendingStep:
         if not len(answers):
             return
         rows = self.sampled.rows
-        token_ids = answers[:, 0]
-        flags = answers[:, 1]
-        kept = np.flatnonzero(flags & Flag.SAMPLED)
-        ended = (flags[kept] & Flag.ENDED) != 0
-        details = self._details and self._details.describe(kept, self._at)
-        tokens = SampledTokens(kept, rows[kept], token_ids[kept], ended, details, [])
-        self._response.digest = step_response.digest([tokens])
+        flags = self.sampled.read_flags(answers[:, 1])
+        parts = list(self._split_rounds(answers))
+        self._response.digest = step_response.digest(parts)
         if self._is_answering:
-            step_response.write_sampled(self._response, [tokens], {})
+            step_response.write_sampled(self._response, parts, {})
         for row in rows[np.flatnonzero(flags & Flag.UNUSABLE)].tolist():
             report_problem(self._response, Problem(row, step_response.NOT_FINITE), self._is_answering)
+
+    def _split_rounds(self, answers: Words) -> Iterator[SampledTokens]:
+        """Yield the tokens of the first round of sampling, and of each further one that has any."""
+        is_sampled = (answers[:, 1] & Flag.SAMPLED) != 0
+        rounds = self.sampled.rounds
+        numbers = np.zeros(len(answers), np.int64) if rounds is None else rounds
+        num_rounds = 1 + int(numbers[is_sampled].max(initial=0))
+        for number in range(num_rounds):
+            kept = np.flatnonzero(is_sampled & (numbers == number))
+            token_ids, flags = answers[kept].T
+            details = self._details and self._details.describe(kept, self._at)
+            ended = (flags & Flag.ENDED) != 0
+            yield SampledTokens(kept, self.sampled.rows[kept], token_ids, ended, details, [])

@@ -99,7 +99,7 @@ class StepPacker:
             new_blocks=new_blocks,
             tiles=self._cut_tiles(work, work.starts, ends),
             cross_tiles=self._cut_tiles(work, np.zeros_like(rows), encoder_lens),
-            sampled_rows=work.sampled_rows.astype(np.int32),
+            sampled_rows=self._find_first_rows(work),
             sampled_x=work.sampled_x.astype(np.int32),
             spans=self._find_spans(work),
             adapter_slots=adapter_slots[layout.sequence] if len(adapter_slots) else NO_WORDS,
@@ -112,6 +112,13 @@ class StepPacker:
             max_cross_len=int(encoder_lens.max(initial=0)),
         )
         return arrays, size
+
+    def _find_first_rows(self, work: Work) -> Words:
+        """Return the sampled rows, with the idle row for samples after drafts."""
+        rows = work.sampled_rows
+        if work.drafts is not None:
+            rows = np.where(work.count_drafts() > 0, self._idle_row, rows)
+        return rows.astype(np.int32)
 
     def find_capacity(self, size: GraphSize) -> Capacity:
         rows, count = size.num_rows, size.num_prompt_tokens

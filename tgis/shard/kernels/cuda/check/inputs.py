@@ -32,6 +32,7 @@ from tgis.shard.kernels.cuda.step_state import (
     STATE_CHUNK,
     DetailQuestions,
     DeviceDetails,
+    Flag,
     Query,
     RowState,
     Segments,
@@ -244,6 +245,33 @@ def _questions(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SM
     yield Input((DetailQuestions(scores, queries), details), results=(1,))
 
 
+def _accepted(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    """Yield samples of four rows: after an accepted draft, after a wrong one, after an end, and of a single
+    token and a prompt."""
+    draw = Draw(device)
+    token_rows = draw.integers([1, 1, 1, 2, 2, 3, 3, 0, 4, 4])
+    staged = StagedStep(
+        seq_rows=token_rows[:9],
+        seq_ends=draw.integers([9] * 9),
+        token_rows=token_rows,
+        token_ids=draw.integers([-1, 7, 8, -1, 9, -1, 2, -1, 5, 6]),
+        positions=draw.integers([8] * 10),
+        slots=draw.integers([8] * 10),
+        new_blocks=draw.integers([[NUM_ROWS, 0, NUM_BLOCKS - 1]]),
+        tiles=draw.integers([[4, 8, 2, 8, 10]]),
+        cross_tiles=draw.integers([[4, 8, 2, 0, 5]]),
+        sampled_rows=draw.integers([1, NUM_ROWS, NUM_ROWS, 2, NUM_ROWS, 3, NUM_ROWS, 0, 4]),
+        sampled_x=draw.integers([0, 1, 2, 3, 4, 5, 6, 7, 9]),
+    )
+    is_sampled, has_ended = int(Flag.SAMPLED), int(Flag.SAMPLED | Flag.ENDED)
+    first, none = [7, is_sampled], [0, 0]
+    alone = [[3, is_sampled], none, [2, has_ended], none, [6, is_sampled], [5, is_sampled]]
+    for second in (none, [8, is_sampled]):
+        answers = draw.integers([first, second, none, *alone])
+        rows = draw_rows(device, sizes.vocab_size)
+        yield Input((staged, rows, answers, torch.ones_like(answers[:, 0])), results=(3,))
+
+
 # New tokens of four sequences: in their first and later chunks, at and around ends of chunks. One has none.
 _COUNTS, _STARTS = (1, 37, 0, 16), (0, 27, 5, 15)
 _HEADS_OF_OTHERS = 2
@@ -419,6 +447,7 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "gate": _gates,
     "sample": _samples,
     "describe": _questions,
+    "accept_drafts": _accepted,
     "convolve": _convolutions,
     "scan_mamba": _mamba_scans,
     "scan_delta": _delta_scans,

@@ -222,7 +222,8 @@ MODELS = (
 
 def find_variants(num_tokens: int = NUM_TOKENS) -> list[Variant]:
     """Return the launches of all models in steps of `num_tokens` tokens. Some launches are equal."""
-    variants = [find_begin_step(num_tokens), find_group_rows(num_tokens), *find_code_variants()]
+    shared = find_begin_step(num_tokens), find_accept_drafts(num_tokens), find_group_rows(num_tokens)
+    variants = [*shared, *find_code_variants()]
     for model in MODELS:
         for size in model.shards:
             variants += find_model_variants(model.divided(size), num_tokens)
@@ -400,8 +401,21 @@ def _rows(vocab_size: int) -> RowState:
 
 def find_begin_step(num_tokens: int) -> Variant:
     """Return the launch of begin_step, which is the same for all models."""
-    kernels = Implementations.choose()
-    staged = StagedStep(
+    kernels, staged, rows = Implementations.choose(), _stage(num_tokens), _rows(vocab_size=32)
+    out = StepTensors.empty(num_tokens, num_tokens, num_tokens, torch.device("meta"))
+    return Variant("begin_step", "all models", lambda: kernels.begin_step(staged, rows, out))
+
+
+def find_accept_drafts(num_tokens: int) -> Variant:
+    """Return the launch of accept_drafts, which is the same for all models."""
+    kernels, staged, rows = Implementations.choose(), _stage(num_tokens), _rows(vocab_size=32)
+    answers, next_rows = _empty(num_tokens, 2), _empty(num_tokens)
+    run = partial(kernels.accept_drafts, staged, rows, answers, next_rows)
+    return Variant("accept_drafts", "all models", run)
+
+
+def _stage(num_tokens: int) -> StagedStep:
+    return StagedStep(
         seq_rows=_empty(num_tokens),
         seq_ends=_empty(num_tokens),
         token_rows=_empty(num_tokens),
@@ -414,9 +428,6 @@ def find_begin_step(num_tokens: int) -> Variant:
         sampled_rows=_empty(num_tokens),
         sampled_x=_empty(num_tokens),
     )
-    out = StepTensors.empty(num_tokens, num_tokens, num_tokens, torch.device("meta"))
-    rows = _rows(vocab_size=32)
-    return Variant("begin_step", "all models", lambda: kernels.begin_step(staged, rows, out))
 
 
 def find_group_rows(num_tokens: int) -> Variant:
