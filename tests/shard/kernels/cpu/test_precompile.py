@@ -30,6 +30,13 @@ used = {kernel for kernel in all_kernels() if "_compiled" in vars(kernel)}
 print(*sorted(kernel.name for kernel in used.symmetric_difference(usual_kernels())))
 """
 
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from tgis.shard.kernels.cpu.precompile import all_kernels
+all_kernels()
+"""
+
 
 def test_directories_have_the_names_that_numba_gives_them(tmp_path: Path) -> None:
     assert _numba_name(tmp_path) == _CacheLocator.get_suitable_cache_subpath(str(tmp_path / "kernels.py"))
@@ -43,6 +50,11 @@ def test_no_kernel_encloses_a_compiled_function() -> None:
     }
     assert not [name for name, values in enclosed.items() if any(isinstance(v, Dispatcher) for v in values)]
     assert len(enclosed) > 20
+
+
+def test_an_installation_for_cpus_has_no_triton() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

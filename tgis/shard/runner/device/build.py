@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
-from tgis.shard.adapters.slot_assignments import allocate_slots
 from tgis.shard.kernels.cuda.attention import CudaAttention
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.memory.kv_cache import KVCache
@@ -12,6 +11,7 @@ from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import AdaptableModel, Model
 from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
 from tgis.shard.runner.batch_builder import BatchBuilder
+from tgis.shard.runner.device.adapters.slot_assignments import allocate_slots
 from tgis.shard.runner.device.device_rows import allocate_rows
 from tgis.shard.runner.device.device_step import DeviceModel
 from tgis.shard.runner.device.device_table import DeviceTable

@@ -13,12 +13,12 @@ from torch import Tensor
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
-from tgis.shard.adapters.slot_assignments import SlotAssignments
 from tgis.shard.kernels.cuda.step_state import MAX_TOPS, DeviceDetails, StagedStep
 from tgis.shard.layers.lora import Adapter, TokenAdapters
 from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.columns import read_column
+from tgis.shard.runner.device.adapters.slot_assignments import SlotAssignments
 from tgis.shard.runner.device.details.copies import DetailCopies
 from tgis.shard.runner.device.details.prompt_tokens import PromptDetails
 from tgis.shard.runner.device.device_rows import RowUpdates, apply_updates

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tgis.shard.adapters.row_adapters import RowAdapters
-from tgis.shard.adapters.slot_assignments import SlotAssignments
 from tgis.shard.kernels.cuda.grouped import slots as slots_module
 from tgis.shard.kernels.cuda.grouped.slots import AdapterSlots, TermBounds
 from tgis.shard.layers.lora import Adapter, LowRank
+from tgis.shard.runner.device.adapters.slot_assignments import SlotAssignments
 
 CPU, NUM_ROWS = torch.device("cpu"), 6
 LAYERS = {"one": TermBounds(1, 4), "two": TermBounds(3, 4)}

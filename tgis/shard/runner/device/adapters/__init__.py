@@ -1,0 +1,1 @@
+"""Adapters of the rows of a device."""
