@@ -77,9 +77,10 @@ class Service:
             raise AssertionError(f"does not serve:\n{self.output}")
         return self
 
-    def wait_for_line(self, text: str, timeout_s: float = 60) -> None:
+    def wait_for_line(self, text: str, timeout_s: float = 60, begin: int = 0) -> None:
+        """Wait for a line with a text among all lines from number `begin` on."""
         deadline = time.monotonic() + timeout_s
-        while not any(text in line for line in self.lines):
+        while not any(text in line for line in self.lines[begin:]):
             assert time.monotonic() < deadline, f"never printed {text!r}:\n{self.output}"
             time.sleep(0.05)
 

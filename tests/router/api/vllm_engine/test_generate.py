@@ -113,7 +113,8 @@ def test_texts_are_built_for_stop_strings_only(served: EngineApi) -> None:
     for stop, shown in (((), "output 0 bytes"), (["never"], "output ")):
         num_lines = len(served.setup.service.lines)
         complete(served, request(served, stop=stop))
-        served.setup.service.wait_for_line(f"generated 9 tokens before MAX_TOKENS, {shown}")
+        text = f"generated 9 tokens before MAX_TOKENS, {shown}"
+        served.setup.service.wait_for_line(text, begin=num_lines)
         [line] = [line for line in served.setup.service.lines[num_lines:] if "generated 9 tokens" in line]
         assert ("output 0 bytes" in line) == (not stop)
 
