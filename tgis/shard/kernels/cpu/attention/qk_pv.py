@@ -41,13 +41,13 @@ def _width(num_rows: int, num_vectors: int) -> int:
     return next(n for n in (4, 2, 1) if n <= num_vectors and num_rows * n <= _MAX_VECTORS)
 
 
-def for_rows(b: Any, rows: Any, build: Callable[[int], None]) -> None:
-    """Emit a switch over `rows`, one of TILES. Each case calls build(number of rows)."""
+def for_rows(b: Any, rows: Any, build: Callable[[int], None], counts: Sequence[int] = TILES) -> None:
+    """Emit a switch over `rows`, one of `counts`. Each case calls build(number of rows)."""
     done = b.append_basic_block("done")
-    blocks = [b.append_basic_block(f"rows_{n}") for n in TILES]
+    blocks = [b.append_basic_block(f"rows_{n}") for n in counts]
     switch = b.switch(rows, blocks[-1])
-    for n, block in zip(TILES, blocks, strict=True):
-        if n != TALL:
+    for n, block in zip(counts, blocks, strict=True):
+        if n != counts[-1]:
             switch.add_case(I64(n), block)
         b.position_at_end(block)
         build(n)

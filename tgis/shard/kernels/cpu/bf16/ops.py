@@ -12,7 +12,7 @@ from tgis.shard.kernels.cpu.bf16.tile_product import TileProduct, empty_rounded
 from tgis.shard.kernels.cpu.codes import product as code_product
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.layers.ops import Activation, LinearLayer, NormLayer, Product
+from tgis.shard.layers.ops import Activation, LinearLayer, NormLayer, Product, normalise
 from tgis.shard.quant.interface import MatrixRole
 
 
@@ -46,10 +46,9 @@ class BfloatKernels(ops.CpuKernels):
     ) -> Tensor:
         if norm is not None and _reads_rounded(linear, adapters):
             x, delta, norm = _norm_rounded(x, delta, norm), None, None
-        gated = None if then is None else _find_gated(linear, then, reader, adapters)
-        if gated is None or then is None or (norm is not None):
+        if then is None or (gated := _find_gated(linear, then, reader, adapters)) is None:
             return super().norm_product(x, delta, norm, linear, then, adapters)
-        return gated.multiply_gated(x if delta is None else self.add(x, delta), then.name)
+        return gated.multiply_gated(normalise(self, x, delta, norm), then.name)
 
 
 def _reads_rounded(linear: LinearLayer, adapters: TokenAdapters | None) -> bool:

@@ -4,12 +4,11 @@ For every 32 channels or keys, a tile adds the products of the first numbers of 
 multiply-adds, those of the second numbers in another, and then both to the sum. Factors are float32, those of
 the upper halves of all pairs of a row before those of the lower halves."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tgis.shard.kernels.cpu.amx.instructions import TILE_ROWS
 from tgis.shard.kernels.cpu.attention.operands import UPPER
-from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, for_groups
+from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, for_groups, for_rows
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
@@ -26,23 +25,11 @@ from tgis.shard.kernels.cpu.jit.vectors import (
 )
 
 FEW_ROWS = 4
+_COUNTS = range(1, FEW_ROWS + 1)
 _DEPTH = TILE_ROWS  # pairs of a chain
 _GROUP = LANES // pairs.COLUMNS  # rows of pairs in a group of values
 _WIDE, _NARROW = 4, 2  # vectors that are computed at once, so that their chains fit the registers
 _HALVES = range(pairs.COLUMNS)
-
-
-def _for_few_rows(b: Any, rows: Any, build: Callable[[int], None]) -> None:
-    """Emit a switch over `rows`, 1 to FEW_ROWS. Each case calls build(number of rows)."""
-    done = b.append_basic_block("done")
-    cases = b.switch(rows, done)
-    for count in range(1, FEW_ROWS + 1):
-        block = b.append_basic_block(f"rows_{count}")
-        cases.add_case(I64(count), block)
-        b.position_at_end(block)
-        build(count)
-        b.branch(done)
-    b.position_at_end(done)
 
 
 def _split(b: Any, loaded: Any) -> list[Any]:
@@ -112,7 +99,7 @@ def multiply_few_queries(
             _multiply_keys(b, num_rows, (first, width), scores, q, num_pairs, places, stride)
 
     prefer_512_bits(b)
-    _for_few_rows(b, rows, lambda count: for_groups(b, num_groups, lambda n: build_rows(count, n)))
+    for_rows(b, rows, lambda count: for_groups(b, num_groups, lambda n: build_rows(count, n)), _COUNTS)
 
 
 def _multiply_keys(
@@ -184,7 +171,7 @@ def _add_few(width: int) -> Any:
                 _add_to_sums(b, totals, b.add(sums, offset), sums_stride, factors, at_once)
 
         prefer_512_bits(b)
-        _for_few_rows(b, rows, build)
+        for_rows(b, rows, build, _COUNTS)
 
     return add_few
 

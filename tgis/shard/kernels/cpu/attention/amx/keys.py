@@ -134,11 +134,19 @@ def _prefetch_keys(group: int, r: int, p: Any, s: Any) -> None:
 
 
 @reorderable
+def _count_keys(first: int, last: int, span: int, u: Any, scoring: Any) -> Any:
+    """Return the number of keys of a span up to the last one that any token from position `first` to `last`
+    attends to, or 0 if they attend to none."""
+    is_before_window = find_first_key(first, scoring) >= span + SPAN
+    return 0 if is_before_window else max(min(find_end(last, u, scoring) - span, SPAN), 0)
+
+
+@reorderable
 def _attend_block(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: Any, memory: Any) -> None:
     """Process the span that begins at key `span` for rows [r, r + rows) of a unit."""
     first, last = u.position + r // u.heads, u.position + (r + rows - 1) // u.heads
-    num_keys = min(find_end(last, u, scoring) - span, SPAN)
-    if num_keys <= 0 or find_first_key(first, scoring) >= span + SPAN:
+    num_keys = _count_keys(first, last, span, u, scoring)
+    if num_keys == 0:
         return
     depth = s.length - LANES
     steps = p.head_dim // DEPTH
@@ -172,8 +180,8 @@ def _attend_few_rows(span: int, rows: int, u: Any, p: Any, scoring: Any, s: Any,
     """Process the span that begins at key `span` for all rows of a unit, at most FEW_ROWS. The queries'
     factors are in the memory for values."""
     last = u.position + u.num_tokens - 1
-    num_keys = min(find_end(last, u, scoring) - span, SPAN)
-    if num_keys <= 0 or find_first_key(u.position, scoring) >= span + SPAN:
+    num_keys = _count_keys(u.position, last, span, u, scoring)
+    if num_keys == 0:
         return
     num_groups = GROUPS if num_keys > SPAN // 2 else GROUPS // 2
     num_pairs, stride = p.head_dim // pairs.COLUMNS, 4 * p.block_size
