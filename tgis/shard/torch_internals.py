@@ -7,6 +7,7 @@ Checked with torch 2.13.0. In use:
 - A backend's `_allgather_base`: the public interface to it needs the default group.
 - `TorchDispatchMode` and an operator's `_schema`: torch's notes on extending it describe the mode, but its
   module is private.
+- `_DisableTorchDispatch`: no public interface suspends a mode without a large cost for each operator.
 - A module's hooks: no public interface returns them.
 - The end of a memory pool's use: torch does not end it after a failed capture of a graph.
 
@@ -61,6 +62,12 @@ class ForbidOperators(_RejectsOperators, TorchDispatchMode):  # type: ignore[no-
 
     The handler is inherited: around one that a mode defines itself, torch imports its compiler at the first
     call, which takes seconds of a shard's start."""
+
+
+def allow_operators() -> Any:
+    """Return a context manager in which `ForbidOperators` does not see operators, which saves most of their
+    cost under it."""
+    return torch._C._DisableTorchDispatch()
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ class GraphForward(Forward):
     def __init__(self, model: Model, attention: Attention, taps: Taps = NO_TAPS):
         super().__init__(model, attention, taps)
         self._recorder = GraphRecorder("steps")
+        self._prompt_recorder = GraphRecorder("prompts", self._recorder.pool)
         self._steps = dict[tuple[int, bool], _CapturedStep]()  # by number of tokens, and whether it has taps
 
     def __call__(self, batch: Batch, is_tapped: bool = True) -> Outputs:
@@ -38,10 +39,24 @@ class GraphForward(Forward):
         step = self._steps.get((num_tokens, False)) or self._steps.get((num_tokens, True))
         return None if step is None else step.graph
 
+    def run_layers(self, inputs: StepInputs, taps: Taps) -> tuple[Tensor, Tensor | None]:
+        """Record all kernels, and then run them."""
+        if not self._can_record(inputs):
+            return super().run_layers(inputs, taps)
+        recorded = self._prompt_recorder.record(lambda: self._list_outputs(inputs, taps))
+        if recorded is None:
+            return super().run_layers(inputs, taps)
+        recorded.graph.replay()
+        x, *tapped = recorded.outputs
+        return x, tapped[0] if tapped else None
+
+    def _can_record(self, inputs: StepInputs) -> bool:
+        return self._prompt_recorder.can_record and _is_bare(inputs)
+
     def _capture(self, inputs: StepInputs, taps: Taps) -> "_CapturedStep | None":
         def run() -> list[Tensor]:
-            x, tapped = self.run_layers(inputs, taps)
-            return [x, self.model.logits(x), *([] if tapped is None else [tapped])]
+            x, *tapped = self._list_outputs(inputs, taps)
+            return [x, self.model.logits(x), *tapped]
 
         recorded = self._recorder.record(run)
         if recorded is None:
@@ -49,6 +64,11 @@ class GraphForward(Forward):
         step = _CapturedStep(recorded.graph, inputs, Outputs(*recorded.outputs))
         self._steps[len(inputs.token_ids), bool(taps)] = step
         return step
+
+
+    def _list_outputs(self, inputs: StepInputs, taps: Taps) -> list[Tensor]:
+        x, tapped = super().run_layers(inputs, taps)
+        return [x] if tapped is None else [x, tapped]
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,10 @@ class _CapturedStep:
 def _is_plain(batch: Batch) -> bool:
     inputs = batch.inputs
     num_tokens = len(inputs.token_ids)
-    is_bare = inputs.is_long is None and inputs.virtual is None and inputs.adapters is None
     is_sampled = len(batch.sampled_x) == num_tokens and not batch.input_spans
-    return num_tokens <= MAX_CAPTURED_TOKENS and is_bare and is_sampled
+    return num_tokens <= MAX_CAPTURED_TOKENS and _is_bare(inputs) and is_sampled
+
+
+def _is_bare(inputs: StepInputs) -> bool:
+    """Return True if the layers compute these inputs without torch operators, as far as inputs decide."""
+    return inputs.is_long is None and inputs.virtual is None and inputs.adapters is None
