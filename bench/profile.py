@@ -15,6 +15,7 @@ from bench.shapes import Shape
 from bench.steps import MAX_LENGTH, Rows, load_runner
 from bench.stopwatch import Stopwatch, WatchedForward, profile_graph, timing_kernels, watching
 from tgis.pb import shard_pb2 as pb
+from tgis.shard.kernels.cpu import kernel_graph
 from tgis.shard.kernels.cpu.kernel_graph import KernelGraph
 from tgis.shard.runner.graph_forward import GraphForward
 from tgis.shard.runner.interface import ModelRunner
@@ -74,29 +75,29 @@ def measure_rates(machine: Limits) -> Rates:
 
 
 def measure(runner: ModelRunner, shape: Shape, work: Work) -> Profile:
-    """Measure steps as in service, then their kernels one by one: those of the kernel graph or, if there is
-    none, those of the same steps repeated."""
+    """Measure steps as in service, then their kernels one by one: those of the kernel graph, and the others
+    of the same steps repeated."""
     run = _run_decode if work.new_tokens == 1 else _run_prefill
     with watching(runner) as model:
         step_s = statistics.median(run(runner, work))
         model_s = statistics.median(model.seconds[-STEPS if work.new_tokens == 1 else -PROMPTS :])
         graph = _find_graph(model, work)
-        if graph is not None:  # while the operands that its arguments refer to exist
-            kernels = profile_graph(graph, shape, STEPS)
+        # While the operands exist to which the arguments of the graph refer.
+        captured = {} if graph is None else profile_graph(graph, shape, STEPS)
     runner.reset()
-    if graph is None:
-        watch = Stopwatch(shape)
-        with timing_kernels(watch):
-            run(runner, work, watch.begin_step)
-        runner.reset()
-        kernels = watch.read()
+    watch = Stopwatch(shape)
+    with timing_kernels(watch):
+        run(runner, work, watch.begin_step)
+    runner.reset()
+    others = {name: part for name, part in watch.read().items() if name != kernel_graph.replay.name}
+    kernels = {**others, **captured}
     return Profile(work, step_s, model_s, kernels, is_captured=graph is not None)
 
 
 def _find_graph(model: WatchedForward, work: Work) -> KernelGraph | None:
-    if work.new_tokens > 1 or not isinstance(model.forward, GraphForward):
+    if not isinstance(model.forward, GraphForward):
         return None
-    return model.forward.find_graph(work.batch)
+    return model.forward.find_graph(work.batch * work.new_tokens)
 
 
 def _run_decode(runner: ModelRunner, work: Work, begin: Callable[[], None] | None = None) -> list[float]:

@@ -12,7 +12,7 @@ from tgis.shard.torch_internals import ForbidOperators, TorchOperatorError, allo
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of tokens in a captured step. Larger steps are recorded each time.
+# Maximum number of tokens in a step of which all parts are captured.
 MAX_CAPTURED_TOKENS = 64
 
 
