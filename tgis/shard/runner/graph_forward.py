@@ -61,8 +61,9 @@ class GraphForward(Forward):
         return x, tapped[0] if tapped else None
 
     def find_graph(self, num_tokens: int) -> KernelGraph | None:
-        """Return the kernel graph of steps with that many tokens that sample after each, or else of the layers
-        of other steps; those without taps if there are several. Return None before the first such step."""
+        """Return the kernel graph of steps with that many tokens that sample after each, or else of the
+        layers of other steps; those without taps if there are several. Return None before the first such
+        step."""
         keys = [(num_tokens, is_tapped) for is_tapped in (False, True)]
         steps = (kept.get(key) for kept in (self._steps, self._layers) for key in keys)
         return next((step.graph for step in steps if step is not None), None)

@@ -27,8 +27,8 @@ class GraphRecorder:
     """Recorder of graphs that are replayed one at a time, and share memory."""
 
     def __init__(self, name: str, pool: MemoryPool | None = None) -> None:
-        """`name` is that of the computations in the log, in the plural. Graphs of recorders with the same pool
-        are replayed one at a time, too."""
+        """`name` is that of the computations in the log, in the plural. Graphs of recorders with the same
+        pool are replayed one at a time, too."""
         self._name = name
         self.pool = pool or MemoryPool()
         self.can_record = True

@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import carray
 from torch import Tensor
 
+from tgis.shard.kernels.cpu.huge_pages import Arena
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
@@ -41,6 +42,7 @@ class MemoryPool:
     one after the other, and replayed one at a time, share memory."""
 
     def __init__(self) -> None:
+        self._arena = Arena()
         self._free: dict[int, list[Any]] = defaultdict(list)
         self._lent: dict[int, weakref.ref[Any]] = {}
         self._slabs: dict[int, Any] = {}  # by address
@@ -70,9 +72,7 @@ class MemoryPool:
 
     def _allocate(self, size: int) -> Any:
         self.num_bytes += size
-        memory = np.empty(size + _ALIGNMENT, np.uint8)
-        begin = -memory.ctypes.data % _ALIGNMENT
-        slab = memory[begin : begin + size]
+        slab = self._arena.allocate(size).numpy()
         self._slabs[slab.ctypes.data] = slab
         return slab
 
