@@ -25,6 +25,7 @@ PAIRS, QUADS = np.uint32(0), np.uint8(0)  # values of the types that stand for p
 _PAIRS = types.uint32
 _U8, _U16 = np.uint8(0), np.uint16(0)
 _SUMS, _X, _WEIGHTS = 0, 4, 6  # first tile of each operand
+_AHEAD = 3 * DEPTH * PANEL_ROW  # bytes between the weights that are multiplied and those to prefetch
 _PALETTE = 1
 _WIDTHS_AT, _ROWS_AT, _NUM_SHAPES = 16, 48, 16  # offsets in the configuration, and its number of tiles
 
@@ -61,9 +62,10 @@ def release(b: Any, memory: Any) -> None:
     open_tiles(b, memory).release()
 
 
-def _make_product(num_halves: int) -> Any:
+def _make_product(num_halves: int, prefetches: bool = False) -> Any:
     """Build a kernel function that adds the product of rows of x, in `num_halves` tiles, and `count` tiles of
-    a panel to sums, [rows, PANEL] of 4 bytes, and stores the result in `out`.
+    a panel to sums, [rows, PANEL] of 4 bytes, and stores the result in `out`. With `prefetches`, the tiles
+    that follow in memory are prefetched.
 
     If `is_first`, the sums start at 0. `memory` to `panel` are addresses or strides: `out_stride` and
     `stride` are the bytes between rows of out and x."""
@@ -97,6 +99,9 @@ def _make_product(num_halves: int) -> Any:
 
         def add_tiles(k: Any, _: list[Any]) -> list[Any]:
             weights = b.add(panel, b.mul(k, I64(DEPTH * PANEL_ROW)))
+            if prefetches:
+                for line in range(DEPTH * PANEL_ROW // ROW_BYTES):
+                    llvm.prefetch(b, weights, I64(_AHEAD + line * ROW_BYTES))
             for v in range(2):
                 tiles.load(_WEIGHTS + v, b.add(weights, I64(v * ROW_BYTES)), I64(PANEL_ROW))
             for half, row in enumerate(rows):
@@ -114,6 +119,7 @@ def _make_product(num_halves: int) -> Any:
 
 
 _multiply_one, _multiply_two = _make_product(1), _make_product(2)
+_multiply_and_prefetch = _make_product(2, prefetches=True)
 
 
 @ordered
@@ -129,9 +135,13 @@ def multiply(
     count: int,
     is_first: bool,
     element: Any,
+    prefetches: bool = False,
 ) -> None:
-    """Run the function of `_make_product` for the configured number of rows."""
-    if rows > TILE_ROWS:
+    """Run the function of `_make_product` for the configured number of rows. One tile of rows reads weights
+    as fast as the memory allows without prefetching."""
+    if rows > TILE_ROWS and prefetches:
+        _multiply_and_prefetch(memory, sums, out, out_stride, x, stride, panel, count, is_first, element)
+    elif rows > TILE_ROWS:
         _multiply_two(memory, sums, out, out_stride, x, stride, panel, count, is_first, element)
     else:
         _multiply_one(memory, sums, out, out_stride, x, stride, panel, count, is_first, element)

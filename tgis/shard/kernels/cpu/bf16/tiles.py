@@ -28,8 +28,10 @@ from tgis.shard.kernels.cpu.pointwise.activations import multiply_row
 COLUMNS = 32  # columns of x in a row of a tile
 
 _F32, _BF16 = np.float32(0), np.uint16(0)
-_BLOCK = 8  # tiles of columns per pass; with those of a panel, they fill two thirds of the first-level cache
+# Maximum tiles of columns per pass; with those of a panel, they fill three quarters of the first-level cache.
+_MAX_BLOCK = 9
 _MAX_ROWS, _MAX_PANELS = 128, 8  # maximum rows and panels of a unit of work
+_MAX_STREAMED = 64  # maximum rows of products for which reading the weights takes longer than multiplying
 _LINE = 64  # bytes of a cache line
 _SUMS_BYTES = _MAX_ROWS * PANEL_ROW  # of a unit's rows and one panel
 
@@ -73,9 +75,11 @@ def _multiply_panel(
     """Compute the product of rows of x and a panel of `steps` tiles, and store it in out. Return the number
     of rows for which tiles are configured."""
     stride = steps * ROW_BYTES
-    for begin in range(0, steps, _BLOCK):
+    num_blocks = -(-steps // _MAX_BLOCK)
+    for block in range(num_blocks):
+        begin = block * steps // num_blocks
+        count = (block + 1) * steps // num_blocks - begin
         weights = panel + begin * DEPTH * PANEL_ROW
-        count = min(_BLOCK, steps - begin)
         for row in range(0, rows, ROWS):
             height = min(ROWS, rows - row)
             if height != configured:
@@ -85,7 +89,8 @@ def _multiply_panel(
             source, to = x + row * stride + begin * ROW_BYTES, sums + row * PANEL_ROW
             is_last = begin + count == steps
             place, apart = (out + row * out_stride, out_stride) if is_last else (to, PANEL_ROW)
-            multiply(memory, to, place, apart, source, stride, height, weights, count, begin == 0, PAIRS)
+            given = (memory, to, place, apart, source, stride, height, weights, count)
+            multiply(*given, begin == 0, PAIRS, rows <= _MAX_STREAMED)
     return configured
 
 
