@@ -1,5 +1,6 @@
 """Check how measurements set the size of a GPU's cache, on a simulated device that can run out of memory."""
 
+import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,12 @@ BLOCK = 2 * MIB
 SIZES = tuple(of_rows(1, 2, 4, 8))
 LARGEST = 512  # tokens
 DEMAND = Demand(16, 160, 8, None)  # 10 blocks per request, 80 in total
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> None:
+    """Exempt the objects of earlier tests from garbage collection, which every test here asks for."""
+    gc.freeze()
 
 
 @dataclass
