@@ -133,22 +133,36 @@ def test_requests_that_time_out_in_the_queue_are_never_computed(
     small: tuple[Setup, dict[str, float]],
 ) -> None:
     setup, baseline = small
-    setup.shards[0].step_s = 0.02
+    setup.shards[0].step_s = 0.1
     busy = [setup.stub.GenerateStream(single(f"busy {i}", **LONG)) for i in range(2)]
     for call in busy:
         next(call), next(call)
     opened = Opened(setup)
     try:
-        with pytest.raises(grpc.RpcError) as caught:
-            setup.stub.Generate(batch("late"), timeout=0.2)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        time_out(setup, "late")
         for call in busy:
             call.cancel()
+        setup.shards[0].step_s = 0.001
         assert setup.stub.Generate(batch("next")).responses
     finally:
         opened.close()
     assert opened.prompts == [setup.tokenizer.encode("next").ids]
     assert_nothing_left(setup.http, baseline)
+
+
+def time_out(setup: Setup, text: str) -> None:
+    """Let a call time out after the router has received it, and wait until the router knows it."""
+    before, changes, timeout_s = outcomes(setup), Counter[str](), 0.2
+    while not changes["calls"]:
+        with pytest.raises(grpc.RpcError) as caught:
+            setup.stub.Generate(batch(text), timeout=timeout_s)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        changes, timeout_s = outcomes(setup) - before, 2 * timeout_s
+    deadline = time.monotonic() + 10
+    while changes["cancelled"] < changes["calls"]:
+        assert time.monotonic() < deadline, changes
+        time.sleep(0.01)
+        changes = outcomes(setup) - before
 
 
 def test_too_many_are_refused_at_once_and_use_no_slot(small: tuple[Setup, dict[str, float]]) -> None:

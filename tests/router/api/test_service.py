@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from dataclasses import fields, replace
 from hashlib import blake2b
@@ -13,7 +14,7 @@ import pytest
 
 from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import EOS, VOCAB_SIZE
-from tests.support.router.model_of_shard import next_token
+from tests.support.router.model_of_shard import integers, next_token
 from tests.support.router.served_grpc import LIMITS
 from tests.support.router.served_tgi import until
 from tests.support.tokenizers.trained import write_byte_level
@@ -213,6 +214,34 @@ async def test_n_takes_so_many_places_and_has_bounds(served: JsonApi) -> None:
         with pytest.raises(RequestError, match="n must be >= 1 and <= 128"):
             await served.generate(json.dumps({"texts": texts[:1], "n": n}))
     assert served.scene.metrics.request_failure.values()[("validation",)] == 4
+
+
+@pytest.mark.parametrize("late_s", [-1.0, 0.2], ids=["before it is queued", "in the queue"])
+async def test_a_call_whose_deadline_has_passed_is_never_computed(tmp_path: Path, late_s: float) -> None:
+    """The protocol ends such a call, but possibly later than the calls before it."""
+    asked = {"texts": [PROMPT], "max_new_tokens": 150, "min_new_tokens": 150}
+    call = read(json.dumps(asked), "batch")
+    async with open_scene(tmp_path, False, max_batch_size=1) as scene, asyncio.timeout(20):
+        served = JsonApi(scene, tmp_path)
+        scene.shard.step_s = 0.02
+        prompts = list[list[int]]()
+        scene.shard.model.refuses = lambda row: prompts.append(integers(row.token_ids)) is not None
+        busy = asyncio.create_task(served.service.generate(call))
+        await until(lambda: len(prompts) == 1)
+        late = replace(call, texts=["girl bread"], deadline=time.monotonic() + late_s)
+        waiting = asyncio.create_task(served.service.generate(late))
+        await until(lambda: scene.metrics.resource_counts["request"].created == 2)
+        time.sleep(max(late_s, 0))  # noqa: ASYNC251  # the event loop is late
+        busy.cancel()
+        scene.shard.step_s = 0.001
+        await served.service.generate(replace(call, texts=["fox"]))
+        assert len(prompts) == 2
+        assert prompts[1] == served.tokenizer.fast.encode("fox").ids
+        assert not waiting.done(), "the protocol ends it"
+        waiting.cancel()
+        await asyncio.wait([busy, waiting])
+        assert scene.left() == {}
+        served.tokenizer.close()
 
 
 async def test_another_api_s_refusals_are_counted(served: JsonApi) -> None:

@@ -4,12 +4,14 @@ import asyncio
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
+from typing import Any
 
 import pytest
 
 from tests.support.chats import FAMILIES, SPECIAL_TOKENS, Reference, random_chats, template_text
 from tgis.process import worker_pool
+from tgis.process.fair_queue import FairQueue
 from tgis.router.chat.renderer import NO_TEMPLATE, Chat, ChatRenderer
 from tgis.router.chat.template import ChatTemplate
 from tgis.router.errors import OverloadedError, QuotingError, RequestError
@@ -154,20 +156,48 @@ async def test_failures_and_times_are_counted() -> None:
     assert "tgi_chat_template_duration_count 4.0\n" in exposition
 
 
+class RecordedQueue(FairQueue[Any]):
+    """Queue that records how many requests others began while each request waited."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.owners: list[Hashable] = []
+        """Owners of the begun requests, in order."""
+        self.delays: dict[Hashable, list[int]] = {}
+        """Numbers of requests of others that were begun before each request of an owner."""
+        self._pushed: dict[int, tuple[Hashable, int]] = {}
+
+    def push(self, owner: Hashable, item: Any, num_bytes: int) -> list[Any]:
+        self._pushed[id(item)] = owner, len(self.owners)
+        return super().push(owner, item, num_bytes)
+
+    def pop(self) -> Any:
+        item = super().pop()
+        owner, begin = self._pushed.pop(id(item))
+        others = [each for each in self.owners[begin:] if each != owner]
+        self.delays.setdefault(owner, []).append(len(others))
+        self.owners.append(owner)
+        return item
+
+
 async def test_chats_of_owners_take_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that one tenant's slow chats delay its own turn, and that only its own chats are refused."""
+    queues: list[RecordedQueue] = []
+
+    def record(max_bytes: int) -> RecordedQueue:
+        queues.append(RecordedQueue(max_bytes))
+        return queues[-1]
+
     monkeypatch.setattr(worker_pool, "MAX_WAITING", 20)
-    slow = "{% for i in range(500) %}{% for j in range(500) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(worker_pool, "FairQueue", record)
+    slow = "{% for i in range(300) %}{% for j in range(300) %}{% endfor %}{% endfor %}"
     renderer = make(f"{{% if messages|length > 1 %}}{slow}{{% endif %}}x")
-    ends: list[str] = []
 
     async def ask(owner: str, num_messages: int) -> str:
         try:
             return await renderer.render(Chat(HELLO * num_messages), owner)
         except OverloadedError:
             return "refused"
-        finally:
-            ends.append(owner)
 
     await ask("one", 1)
     many = [asyncio.create_task(ask("many", 2)) for _ in range(30)]
@@ -178,5 +208,7 @@ async def test_chats_of_owners_take_turns(make: Make, monkeypatch: pytest.Monkey
     assert [await ask("few", 1) for _ in range(3)] == ["x"] * 3
     result = Counter(await asyncio.gather(*many))
     assert 10 <= result["refused"] <= 12, "two are rendered while the others wait"
-    served = [owner for owner in ends[result["refused"] :] if owner != "gone"]
-    assert max(at for at, owner in enumerate(served) if owner == "few") < 12
+    [queue] = queues
+    assert queue.owners.count("many") == 30 - result["refused"]
+    assert len(queue.delays["few"]) == 3
+    assert max(queue.delays["few"]) <= 1

@@ -38,11 +38,9 @@ DEMAND = Demand(16, 160, 8, None)  # 10 blocks per request, 80 in total
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _few_objects() -> Iterator[None]:
-    """Disable garbage collection, which is slow once transformers is imported."""
+def _few_objects() -> None:
+    """Exempt the objects of earlier tests from garbage collection, which every test here asks for."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @dataclass

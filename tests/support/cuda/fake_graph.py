@@ -4,9 +4,10 @@ scalar arguments and memory. A replay runs them without the Python code between 
 Work that a GPU cannot capture fails: reads of values by the host, and memory that changes between runs.
 Memory shared by graphs is poisoned before each replay, except for what the graph writes."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 from weakref import WeakSet
 
@@ -18,7 +19,6 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 aten = torch.ops.aten
 
@@ -51,6 +51,7 @@ INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, 
 # Collectives of gloo, for which the host waits, and which are no operators.
 HOST_COLLECTIVES = ("allreduce", "allgather", "_allgather_base", "alltoall_base", "broadcast", "barrier")
 
+Leaf = TypeVar("Leaf")
 Run = Callable[[], None]
 
 
@@ -126,7 +127,7 @@ class FakeStream:
         return self.graphs.capture(work)
 
 
-class Recorder(TorchDispatchMode):
+class _Recording:
     """Recorder of operators and kernels. `known` is the fixed memory of the previous run; None: there was
     none, and kernels are launched too. Operators always run, because only that gives the shapes of their
     results."""
@@ -160,10 +161,9 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with self:  # composite operators, which inference mode leaves whole
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
+        if _is_composite(func):  # inference mode leaves such operators whole
+            with self:
+                return func.decompose(*args, **kwargs)
         refuse(func, args)
         given = self._use((args, kwargs))
         if func in UPLOADING and self._is_number(args[UPLOADING[func]]):
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
     def _is_number(self, x: Tensor) -> bool:
         """Return True for numbers that torch wraps as tensors, which a capture freezes."""
         key = key_of(x)
-        return x.dim() == 0 and self._known is not None and key not in self._known | self.private
+        return x.dim() == 0 and self._known is not None and key not in self._known and key not in self.private
 
     def _keep(self, given: set[int]) -> None:
         with _disable_current_modes():
@@ -231,13 +231,23 @@ class Recorder(TorchDispatchMode):
     def _freeze(self, tree: Any) -> Callable[[], Any]:
         """Return a function that returns the tree with the same memory. Fixed memory must still have its
         owner then, so it is not kept alive here."""
-        frozen = tree_map_only(Tensor, self._freeze_tensor, tree)
-        return lambda: tree_map_only(Frozen, lambda x: x.thaw(), frozen)
+        frozen = map_leaves(Tensor, self._freeze_tensor, tree)
+        return lambda: map_leaves(Frozen, Frozen.thaw, frozen)
 
     def _freeze_tensor(self, x: Tensor) -> "Tensor | Frozen":
         if key_of(x) in self.fixed:
             return Frozen(x)
         return x if key_of(x) in self.private else x.clone()
+
+
+class Recorder(_Recording, TorchDispatchMode):
+    """Dispatch mode of a recording. The handler is inherited: around one that a mode defines itself, torch
+    imports its compiler, and calls it for each operator."""
+
+
+@functools.cache
+def _is_composite(func: OpOverload) -> bool:
+    return func._can_decompose()
 
 
 class Frozen:
@@ -289,7 +299,24 @@ def refuse(func: OpOverload, args: tuple[Any, ...]) -> None:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [x for branch in tree for x in tensors(branch)]
+
+
+def map_leaves(kind: type[Leaf], change: Callable[[Leaf], Any], tree: Any) -> Any:
+    """Return the tree of tuples, lists and dictionaries with its leaves of one kind changed."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([map_leaves(kind, change, branch) for branch in tree])
+    if type(tree) is dict:
+        return {key: map_leaves(kind, change, branch) for key, branch in tree.items()}
+    return tree
 
 
 def key_of(x: Tensor) -> int:

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -70,7 +71,8 @@ def _correct() -> None:
     nearest bfloat16, as GPUs do. NumPy 2.4 does not accept an array with one element as an index. Triton's
     own functions, such as max, were imported for compilation and cannot be called; they use the language
     through tl.core, so a launch must replace that too. Overflow yields infinity, as on GPUs, without a
-    warning. Every operation looks up types in a new table, so the look-up is cached."""
+    warning. Every operation looks up types in a new table, so the look-up is cached. Every operation on
+    integers also computes whether it overflows, for an assertion that only the debug mode makes."""
     patch, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
     convert, find_type = interpreter._convert_float, cache(interpreter._get_np_dtype)
     patch_lang, whole_language = (
@@ -104,6 +106,8 @@ def _correct() -> None:
     interpreter._patch_lang_tensor, interpreter._convert_float = patch_tensor, convert_float
     interpreter._get_np_dtype = find_scalar_type
     interpreter.InterpreterBuilder.create_dot = create_wide_dot
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
     interpreter._patch_lang = lambda kernel: patch_lang(whole_language)
     triton.JITFunction.__call__ = _call
     interpreter.InterpretedFunction.__call__ = _call

@@ -23,14 +23,18 @@ class ValueReadError(Exception):
     """Error when an operator waits for the device. Its text is the operator's name."""
 
 
-class NoValues(TorchDispatchMode):
-    """Dispatch mode that rejects operators that wait for values of the device."""
+class _RejectsReads:
+    """Handler of operators that rejects those that wait for values of the device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function._schema.name.removeprefix("aten::")
         if name in _NAMES or (name.startswith("index") and _has_mask(args[1])):
             raise ValueReadError(name)
         return function(*args, **(kwargs or {}))
+
+
+class NoValues(_RejectsReads, TorchDispatchMode):
+    """Dispatch mode of the handler, which is inherited so that torch does not import its compiler."""
 
 
 def _has_mask(indices: Any) -> bool:

@@ -56,11 +56,15 @@ class _Tensor(torch.Tensor):
         return _execute(function, args, kwargs or {})
 
 
-class _Mode(TorchDispatchMode):
-    """Mode that creates requested tensors on the device."""
+class _Creates:
+    """Handler of operators that creates requested tensors on the device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _execute(function, args, kwargs or {})
+
+
+class _Mode(_Creates, TorchDispatchMode):
+    """Dispatch mode of the handler, which is inherited so that torch does not import its compiler."""
 
 
 @contextmanager

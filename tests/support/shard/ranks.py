@@ -13,7 +13,7 @@ from tgis.shard.collectives import ProcessGroup, RendezvousPoint, connect
 from tgis.shard.kernels.cpu.shared_memory.collectives import open_collectives
 from tgis.shard.startup.platform import configure_torch
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 ALONE = ProcessGroup(0, 1)
 
 

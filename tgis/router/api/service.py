@@ -83,6 +83,8 @@ class _Admitted(NamedTuple):
     specs: list[SequenceSpec]
     make_text: Callable[[], TextStream | NoText]
     """Creates the sink for the tokens of one text."""
+    deadline: float | None
+    """Time on the monotonic clock at which the client stops waiting."""
 
 
 class GenerationService:
@@ -223,7 +225,7 @@ class GenerationService:
             spec = spec._replace(grammar=grammar, adapters=adapters, request_id=request_id, priority=priority)
             specs = await validator.specs(call, spec)
             account.accept(spec.stopping.max_new_tokens, specs)
-            yield _Admitted(account, claim_id, specs, self._text_maker(call, stops))
+            yield _Admitted(account, claim_id, specs, self._text_maker(call, stops), call.deadline)
         finally:
             engine.release(claim_id)
             self._num_admitted -= 1
@@ -246,9 +248,11 @@ class GenerationService:
         engine, spec = self._engine, admitted.specs[index]
         text = admitted.make_text()
         sequence_id = engine.open(admitted.claim_id, spec, text)
+        arriving = engine.events(sequence_id)
+        timer = _call_at(admitted.deadline, partial(engine.cancel, sequence_id))
         num_generated, max_tokens = 0, _max_tokens(spec.details)
         try:
-            async for events in engine.events(sequence_id):
+            async for events in arriving:
                 if len(events) == 1 and isinstance(token := events[0], TokenDetail):  # the common case
                     num_generated += 1
                     yield record(Output(text.take(1), (token,), num_generated))
@@ -271,6 +275,8 @@ class GenerationService:
                 if isinstance(last, Failure):
                     record(last)
         finally:
+            if timer is not None:
+                timer.cancel()
             engine.cancel(sequence_id)
 
     async def _collect_all(self, admitted: _Admitted) -> list[Result]:
@@ -293,6 +299,19 @@ class GenerationService:
             async for output in outputs:
                 result.add(output)
         return result
+
+
+def _call_at(deadline: float | None, callback: Callable[[], object]) -> asyncio.TimerHandle | None:
+    """Call `callback` at a time on the monotonic clock: at once if that has passed, never if it is None.
+
+    The protocol ends a call whose deadline has passed, but the end reaches the call's task some turns of the
+    event loop later, in which the engine could start its sequences."""
+    if deadline is None:
+        return None
+    delay_s = deadline - time.monotonic()
+    if delay_s <= 0:
+        callback()
+    return asyncio.get_running_loop().call_later(max(delay_s, 0.0), callback)
 
 
 def _max_tokens(details: Details) -> int:

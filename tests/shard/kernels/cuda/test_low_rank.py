@@ -16,9 +16,12 @@ each_way = pytest.mark.parametrize("kernels", COMPUTE.values(), ids=COMPUTE)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+SIZES = [(*size, dtype) for size in ((5, 48, 40), (70, 600, 300)) for dtype in FLOATS]
+LARGE = (pytest.param(*size, marks=[pytest.mark.slow] if size[0] > 5 else []) for size in SIZES[:-1])
+
+
 @each_way
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("num_tokens", "in_features", "out_features"), [(5, 48, 40), (70, 600, 300)])
+@pytest.mark.parametrize(("num_tokens", "in_features", "out_features", "dtype"), [*LARGE, SIZES[-1]])
 def test_all_tokens_get_their_updates(
     num_tokens: int,
     in_features: int,
