@@ -38,6 +38,7 @@ TESTS = (
             "test_int8_cache.py",
         ),
     ),
+    ("neoverse-v2", (f"{ATTENTION}::test_scoring_options",)),
 )
 # Reads the hardware capabilities as `arm` does, with the constants of the C library.
 CAPABILITIES = """
