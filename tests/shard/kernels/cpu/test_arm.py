@@ -24,7 +24,7 @@ ATTENTION, CODES, FLOAT8 = "test_attention.py", "test_codes.py", "test_float8.py
 minutes = pytest.mark.timeout(1800)
 # Names of tests, by the processor for which they are compiled.
 TESTS = (
-    ("neoverse-n1", ("test_int8.py", "test_kernel_graph.py", "test_bf16.py")),
+    ("neoverse-n1", ("test_int8.py", "test_kernel_graph.py", "test_bf16.py", "test_gemm.py")),
     ("neoverse-v2", ("pointwise", "test_lora.py", "../test_delta_net.py", "../test_mamba.py")),
     (
         "neoverse-v2",
