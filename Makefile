@@ -5,18 +5,22 @@ BIN := $(VENV)/bin
 # Bytecode is written for imported files, not for thousands of files that never are.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install -q --no-compile
-# Installs exactly the packages of the locks, with their hashes.
-LOCKED := $(PIP) --require-hashes --no-deps --only-binary :all:
-
-# uv installs many packages in a quarter of pip's time. It is passed what pip's variables say, but does not read pip.conf:
-# where an index is configured only there, and PyPI cannot be reached, pip installs them.
-UV := $(VENV)-uv/bin/uv pip install -q --python $(BIN)/python $(if $(PIP_INDEX_URL),--default-index $(PIP_INDEX_URL)) \
-	$(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS)) $(if $(PIP_NO_INDEX),--no-index)
+# Only the packages of a lock, with their hashes.
+AS_LOCKED := --require-hashes --no-deps --only-binary :all:
+LOCKED := $(PIP) $(AS_LOCKED)
 
 # Variant of torch's build, cpu or cuda, and the index of its builds for CPUs.
 VARIANT ?= cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_SOURCE := $(if $(filter cpu,$(VARIANT)),$(TORCH_INDEX:%=--index-url %))
+
+# uv installs packages in a quarter of pip's time. It is passed what pip's variables say, but does not read pip.conf: where
+# an index is configured only there, and PyPI cannot be reached, pip installs them. uv also fails if an index cannot be
+# reached although a directory has the wheel, so torch's index is not asked if PIP_FIND_LINKS has its build for CPUs.
+UV := $(VENV)-uv/bin/uv pip install -q --python $(BIN)/python $(PIP_FIND_LINKS:%=--find-links %) $(AS_LOCKED)
+UV_SOURCE := $(if $(PIP_NO_INDEX),--no-index,$(PIP_INDEX_URL:%=--index-url %))
+TORCH_WHEELS := $(if $(filter cpu,$(VARIANT)),$(wildcard $(PIP_FIND_LINKS:%=%/torch-*+cpu-*.whl)))
+UV_TORCH_SOURCE := $(if $(PIP_NO_INDEX)$(TORCH_WHEELS),--no-index,$(or $(TORCH_SOURCE),$(UV_SOURCE)))
 LOCKS := locks/service.lock locks/torch-$(VARIANT).lock
 # Modules of a start, whose bytecode is written by the installation instead of the first start.
 STARTED := import tgis.launcher.main, tgis.router.app, tgis.router.api.openai.chat_api, tgis.router.chat.worker
@@ -191,25 +195,24 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
 # A separate directory, so that build requirements are not installed in the environment.
-$(VENV)-build/installed: locks/build.lock | $(VENV)/bin/pip
+$(VENV)-build/installed: locks/build.lock $(VENV)-uv/installed
 	rm -rf $(@D)
-	$(LOCKED) --target $(@D) -r $<
+	$(UV) $(UV_SOURCE) --target $(@D) -r $< || $(LOCKED) --target $(@D) -r $<
 	@touch $@
 
 # The three lists have no package in common, so they are installed at the same time.
 $(VENV)/installed: $(LOCKS) $(PACKAGING) | $(VENV)/bin/pip
 	@$(MAKE) --no-print-directory -j3 $(VENV)-build/installed $(VENV)/torch-$(VARIANT) $(VENV)/packages
 	$(EDITABLE)
-	$(if $(filter cpu,$(VARIANT)),$(BIN)/python -m tgis.shard.kernels.cpu.precompile --usual)
-	$(BIN)/python -c '$(STARTED)'
+	$(BIN)/python -c '$(STARTED)' & $(if $(filter cpu,$(VARIANT)),$(BIN)/python -m tgis.shard.kernels.cpu.precompile --usual &&) wait $$!
 	@touch $@
 
-$(VENV)/torch-$(VARIANT): locks/torch-$(VARIANT).lock | $(VENV)/bin/pip
-	$(LOCKED) $(TORCH_SOURCE) -r $<
+$(VENV)/torch-$(VARIANT): locks/torch-$(VARIANT).lock $(VENV)-uv/installed
+	$(UV) $(UV_TORCH_SOURCE) -r $< || $(LOCKED) $(TORCH_SOURCE) -r $<
 	@touch $@
 
 $(VENV)/packages: locks/service.lock $(VENV)-uv/installed
-	$(UV) --require-hashes --no-deps --only-binary :all: -r $< || $(LOCKED) -r $<
+	$(UV) $(UV_SOURCE) -r $< || $(LOCKED) -r $<
 	@touch $@
 
 $(VENV)-uv/installed: locks/install.lock | $(VENV)/bin/pip

@@ -10,8 +10,8 @@
 #   build.lock        what builds the service from its sources
 set -eu
 uv=$1 upgrade=${2:-}
-excluded=$(mktemp)
-trap 'rm -f "$excluded"' EXIT
+excluded=$(mktemp) empty=$(mktemp -d)
+trap 'rm -rf "$excluded" "$empty"' EXIT
 
 compile() {
     to=$1
@@ -43,3 +43,14 @@ echo uv | compile install -
 "$(dirname "$uv")/python" -c '
 import tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], "editables", sep="\n")' | compile build -
+
+# Each package has a wheel for x86 and ARM, for both Pythons, and for the C library of the image. torch-cpu.lock is not
+# checked, because its index is not everywhere within reach.
+for machine in x86_64 aarch64; do
+    for python in 3.11 3.12; do
+        for name in service torch-cuda install build; do
+            "$uv" pip install --quiet --dry-run --target "$empty" --python-platform "$machine-manylinux_2_34" \
+                --python-version "$python" --require-hashes --no-deps --only-binary :all: -r "locks/$name.lock"
+        done
+    done
+done

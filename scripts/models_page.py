@@ -59,13 +59,13 @@ uses `time_step_limit` for both, which sets no limit by default.
 | --- | --- |
 | x86, 64 bits: AVX2, AVX-512, AMX | the service and its tests; [measured](performance.md) |
 | NVIDIA GPU | one H200 ([GPUs](gpu.md)) |
-| ARM servers, 64 bits: Neoverse N1 (Ampere Altra, Graviton 2) and V2 (Graviton 4, Axion, Grace) | kernels run in QEMU: tests of matrix products with floats, codes and int8, LoRA, Mamba, gated DeltaNet, norms and activations. Kernels of attention were only compiled. The whole service has not run on an ARM machine, and no speed was measured |
+| ARM servers, 64 bits: Neoverse N1 (Ampere Altra, Graviton 2) and V2 (Graviton 4, Axion, Grace) | nothing has run on a real ARM machine, and no speed was measured. `make test-all` compiles all kernels for both, and runs tests of kernels in QEMU: attention in prompts and decoding with every type of cache; matrix products with floats, codes and int8; LoRA, Mamba, gated DeltaNet, norms and activations |
 
 On ARM, products of integer codes use the dot product (`sdot`), and 4-bit codes are looked up with NEON. bfloat16
 arithmetic is emulated, as on x86 processors without AVX512_BF16, so `--cpu-arithmetic auto` selects float32: `bfdot`
 rounds differently, and `bfmlalb` multiplies no more numbers per instruction than float32's. `locks/service.lock` has
-wheels for ARM, which need glibc 2.31 or later; whether `locks/torch-cpu.lock` has the hashes of torch's build for ARM
-was not checked. The image is built on an ARM machine by the same commands ([deployment](deployment.md#the-image)).
+wheels for ARM, which need glibc 2.31 or later, and `locks/torch-cpu.lock` the hashes of torch's builds for ARM and x86.
+The image is built on an ARM machine by the same commands ([deployment](deployment.md#the-image)).
 
 ## Models that GPUs do not run
 

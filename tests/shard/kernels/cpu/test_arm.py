@@ -19,15 +19,26 @@ emulated = pytest.mark.skipif(
     architecture() == "aarch64" or bool(MISSING),
     reason="this is an ARM machine, or it lacks qemu-user or gcc-aarch64-linux-gnu",
 )
-CODES = "test_codes.py"
+ATTENTION, CODES, FLOAT8 = "test_attention.py", "test_codes.py", "test_float8.py"
+# Compiling and emulation take minutes of processor time, and other tests run at the same time.
+minutes = pytest.mark.timeout(1800)
 # Names of tests, by the processor for which they are compiled.
 TESTS = (
-    ("neoverse-n1", ("test_int8.py", "test_kernel_graph.py")),
+    ("neoverse-n1", ("test_int8.py", "test_kernel_graph.py", "test_bf16.py", "test_gemm.py")),
     ("neoverse-v2", ("pointwise", "test_lora.py", "../test_delta_net.py", "../test_mamba.py")),
     (
         "neoverse-v2",
         (f"{CODES}::test_sums_are_within_the_bound_of_their_roundings", f"{CODES}::test_rounded_activations"),
     ),
+    (
+        "neoverse-n1",
+        (
+            f"{ATTENTION}::test_equals_the_reference",
+            f"{FLOAT8}::test_every_number_is_stored_as_torch_rounds_it",
+            "test_int8_cache.py",
+        ),
+    ),
+    ("neoverse-v2", (f"{ATTENTION}::test_scoring_options",)),
 )
 # Reads the hardware capabilities as `arm` does, with the constants of the C library.
 CAPABILITIES = """
@@ -96,6 +107,7 @@ def test_a_kernel_runs() -> None:
 
 
 @emulated
+@minutes
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_kernels_compile(processor: str) -> None:
@@ -103,6 +115,7 @@ def test_kernels_compile(processor: str) -> None:
 
 
 @emulated
+@minutes
 @pytest.mark.slow
 @pytest.mark.parametrize(("processor", "names"), TESTS)
 def test_numbers(processor: str, names: Sequence[str]) -> None:

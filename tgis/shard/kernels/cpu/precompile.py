@@ -62,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def usual_kernels() -> tuple[Kernel, ...]:
     """Return the kernels of a model in the format GGUF with 4-bit weights, such as `make run` serves, for the
-    arithmetic that this processor computes fastest."""
+    arithmetic that this processor computes fastest. Attention takes longest to compile, so it comes first."""
     has_tiles = permission.may_use_tiles()
     if not (has_tiles or pairs.are_fast()):
         attention = (ATTEND[torch.float32], WRITE[torch.float32])
-        return (*_OF_EVERY_ARITHMETIC, *attention, *_multiply_codes())
+        return (*attention, *_OF_EVERY_ARITHMETIC, *_multiply_codes())
     assert PAIRS is not None
     pack = PACK[torch.float32.itemsize]
     if has_tiles:
@@ -77,9 +77,9 @@ def usual_kernels() -> tuple[Kernel, ...]:
             tiles.round_pairs,
             *(MULTIPLY_ON_TILES[bits] for bits in _BITS),
         )
-        return (*_OF_EVERY_ARITHMETIC, TILES.attend, TILES.write, pack, *products)
+        return (TILES.attend, TILES.write, *_OF_EVERY_ARITHMETIC, pack, *products)
     assert MULTIPLY_PAIRS is not None
-    return (*_OF_EVERY_ARITHMETIC, PAIRS.attend, PAIRS.write, pack, MULTIPLY_PAIRS, *_multiply_codes())
+    return (PAIRS.attend, PAIRS.write, *_OF_EVERY_ARITHMETIC, pack, MULTIPLY_PAIRS, *_multiply_codes())
 
 
 def _multiply_codes() -> list[Kernel]:
