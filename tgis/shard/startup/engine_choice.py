@@ -129,9 +129,7 @@ def _choose_native(
     registry.check_sharding(spec, size)
     load = partial(registry.load, directory, settings, scheme=scheme, spec=spec)
     table_elements = registry.count_embedding_elements(spec)
-    return Choice(
-        NATIVE, spec, load, table_elements=table_elements, gpu_obstacle=find_gpu_obstacle(spec)
-    )
+    return Choice(NATIVE, spec, load, table_elements=table_elements, gpu_obstacle=find_gpu_obstacle(spec))
 
 
 def _choose_transformers(

@@ -294,10 +294,13 @@ def _find_length(config: Any) -> int:
 def _largest_head(config: Any) -> int:
     """Return the number of channels of the widest head, 0 if the configuration does not name it."""
     latent = _largest(config, "qk_nope_head_dim") + _largest(config, "qk_rope_head_dim")
-    return max(_largest(config, "head_dim"), _largest(config, "global_head_dim"), latent)
+    return max(_largest(config, "head_dim"), latent)
 
 
 def _largest(config: Any, name: str) -> int:
     """Return a number of the configuration: the maximum over all layers, 0 if it is missing."""
-    value = config.to_dict().get(config.attribute_map.get(name, name))
-    return max(value, default=0) if isinstance(value, list | tuple) else value or 0
+    settings = config.to_dict()
+    value = settings.get(config.attribute_map.get(name, name))
+    values = value if isinstance(value, list | tuple) else [value or 0]
+    overrides = settings.get("per_layer_config") or {}
+    return max([*values, *(layer.get(name, 0) for layer in overrides.values())], default=0)
