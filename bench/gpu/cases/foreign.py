@@ -1,4 +1,4 @@
-"""Compares tiny models that transformers' code runs, with this service's attention, with transformers alone."""
+"""Compares tiny models that transformers' code runs with this service's attention with transformers alone."""
 
 from bench.gpu.cases.families import SIZES, make_requests
 from bench.gpu.cases.models import load_model, record_comparison, run_on, temporary_directory

@@ -1,5 +1,5 @@
-"""How a model computes: on a CPU in float32 with this service's products, on a GPU in the weights' type with
-those of torch. Its attention is always this service's."""
+"""Arithmetic of models: in float32 with this service's products on CPUs, in the weights' type with torch's on
+GPUs. Attention is always this service's."""
 
 from collections.abc import Set
 from dataclasses import dataclass
