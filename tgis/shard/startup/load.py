@@ -98,6 +98,7 @@ def load_where_possible(
         if plan.on.device.type == "cpu" or plan.choice.engine != TRANSFORMERS:
             raise
         obstacle = str(error)
+    plan.on.memory.release_memory()
     choose_platform.leave_gpus(config.device, obstacle)
     plan = prepare(replace(config, device="cpu"))
     return plan, plan.load(limit_time=limit_time)

@@ -70,10 +70,11 @@ def make_spec(
             rope.scale_parsed(parsed)
         text = parsed.get_text_config(decoder=True)
         heads = _largest(text, "num_attention_heads") or 1
+        kv_heads = _largest(text, "num_key_value_heads") or heads
         return WholeModelSpec(
             num_layers=_largest(text, "num_hidden_layers") or 1,
-            num_heads=heads,
-            num_kv_heads=_largest(text, "num_key_value_heads") or heads,
+            num_heads=-(-heads // kv_heads) * kv_heads,
+            num_kv_heads=kv_heads,
             head_dim=_largest_head(text) or (_largest(text, "hidden_size") or heads) // heads,
             vocab_size=text.vocab_size,
         )
@@ -303,4 +304,4 @@ def _largest(config: Any, name: str) -> int:
     value = settings.get(config.attribute_map.get(name, name))
     values = value if isinstance(value, list | tuple) else [value or 0]
     overrides = settings.get("per_layer_config") or {}
-    return max([*values, *(layer.get(name, 0) for layer in overrides.values())], default=0)
+    return max([*values, *(layer.get(name) or 0 for layer in overrides.values())], default=0)
