@@ -203,15 +203,9 @@ def test_code_that_fails_on_a_gpu_runs_on_the_cpu(
     Router(runner).run([Request([7, 8, 9], 2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "heads"),
-    [
-        ("gemma4_text", (4, 2, 16)),
-        *(
-            pytest.param(case, heads, marks=pytest.mark.slow)
-            for case, heads in (("phi", (4, 2, 8)), ("deepseek_v3", (4, 4, 12)))
-        ),
-    ],
+    ("case", "heads"), [("phi", (4, 2, 8)), ("gemma4_text", (4, 2, 16)), ("deepseek_v3", (4, 4, 12))]
 )
 def test_kernels_are_checked_for_the_heads_of_transformers_code(
     case: str, heads: tuple[int, int, int], tmp_path: Path

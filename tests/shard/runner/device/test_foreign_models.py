@@ -64,6 +64,7 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
         assert request.generated[: answer.certain] == answer.token_ids[: answer.certain]
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
     write_model(tmp_path, CASES["phi"]())
     generated = []
