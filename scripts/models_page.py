@@ -70,8 +70,11 @@ The image is built on an ARM machine by the same commands ([deployment](deployme
 ## Models that GPUs do not run
 
 GPUs run the models of all families above, except those whose layers have different heads (Gemma 4) and those with
-latent attention. They do not run models on other engines. No model that keeps a state has run on a GPU yet: its kernels
-were tested only by an interpreter and by compiling them ([GPUs](gpu.md#how-it-was-tested)).
+latent attention. They also run models through transformers' code, on one shard and without CUDA graphs
+([GPUs](gpu.md#transformers-code)), and with `DEPLOYMENT_FRAMEWORK=hf_transformers` Gemma 4 and models with latent
+attention. They do not run ONNX models. No model that keeps a state and none that transformers' code runs has run on a
+GPU yet: they were tested only by an interpreter, by compiling their kernels and on an emulated device
+([GPUs](gpu.md#how-it-was-tested)).
 
 One rule holds for every model that GPUs do not run. With `--device auto`, it runs on the CPU, and a warning has the
 reason. With `--device cuda`, the shard does not start, and the error has the reason.
@@ -136,8 +139,8 @@ multiplies the embeddings of tokens by it, and never those of the prompt.
 A causal model of another family runs through transformers' code with this service's cache and attention, if that code
 uses transformers' attention interface (`DEPLOYMENT_FRAMEWORK` unset or `hf_transformers`). At startup, the service
 computes the scores of a few tokens with and without the cache. If they differ, it refuses the model and reports the
-reason. Every shard holds the whole model. Soft prompts and adapters are not supported. Code that is part of a
-checkpoint runs only with `TRUST_REMOTE_CODE=true`.
+reason. On a GPU, a model whose check fails is loaded again on the CPU. Every shard holds the whole model. Soft prompts
+and adapters are not supported. Code that is part of a checkpoint runs only with `TRUST_REMOTE_CODE=true`.
 
 `hf_transformers` and `hf_accelerate` select transformers' code for the models in the table too, on one shard.
 Encoder-decoders, models with ALiBi or attention sinks, Falcon and models with a `dynamic` or `longrope` rope cannot run

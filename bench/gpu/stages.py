@@ -63,6 +63,8 @@ VARIANTS = tuple(
 # Names in bench.gpu.cases.features.
 KINDS = ("details", "watermark", "guided", "top_p", "top_k", "typical_p", "sampled", "penalties")
 REHEARSED_KINDS = ("details", "watermark", "guided", "top_k")
+# Names in tests.support.shard.foreign_cases: models that transformers' code runs.
+FOREIGN = ("phi", "gemma4_text")
 REHEARSED_FAMILIES = ("qwen2", "t5")
 REHEARSED_KERNELS = ("norm", "sample", "describe")
 
@@ -171,9 +173,16 @@ STAGES = (
     Stage(
         "families",
         110,
-        tuple(
-            _case(name, "families:check_family", 25, name, is_rehearsed=name in REHEARSED_FAMILIES)
-            for name in (*FAMILIES, *VARIANTS)
+        (
+            *(
+                _case(name, "families:check_family", 25, name, is_rehearsed=name in REHEARSED_FAMILIES)
+                for name in FAMILIES
+            ),
+            *(
+                _case(f"{name} through transformers", "foreign:check_model", 25, name, is_rehearsed=i == 0)
+                for i, name in enumerate(FOREIGN)
+            ),
+            *(_case(name, "families:check_family", 25, name, is_rehearsed=False) for name in VARIANTS),
         ),
         num_parallel=4,
         libraries=LIBRARIES,

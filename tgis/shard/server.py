@@ -28,7 +28,7 @@ from tgis.shard.adapters.loading import open_artifact_cache, open_store
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.adapters.rpc import AdapterServicer
 from tgis.shard.runner.interface import ModelRunner, Pending
-from tgis.shard.startup.load import prepare, sequence_length
+from tgis.shard.startup.load import load_where_possible, sequence_length
 from tgis.shard.startup.platform import is_gpu_failure
 from tgis.shard.transport.link import Endpoint, choose_endpoint
 from tgis.shard.transport.step_stream import StepSocket
@@ -72,8 +72,7 @@ def serve(config: ShardConfig, heartbeat: Heartbeat) -> NoReturn:
     gc.freeze()
     endpoint = choose_endpoint(config)
     failpoints.hit("shard.before_loading")
-    plan = prepare(config)
-    runner = plan.load(limit_time=heartbeat.limit_time)
+    plan, runner = load_where_possible(config, heartbeat.limit_time)
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, runner.model, length)
     service = ShardService(runner.info, store, open_artifact_cache(config), runner.adapters)

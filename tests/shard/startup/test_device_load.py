@@ -15,16 +15,21 @@ from tests.support.cuda.late_platform import late_platform
 from tests.support.shard.checkpoints import write_llama, write_model
 from tests.support.shard.driver import Request, Router, configure, opening
 from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.foreign_cases import CASES as FOREIGN
 from tests.support.shard.messages import Steps
 from tests.support.shard.portable import plain
+from tests.support.shard.stepping import read_config
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.collectives import CPU
+from tgis.shard.collectives import CPU, ProcessGroup
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
+from tgis.shard.models.hf_transformers.arithmetic import DeviceArithmetic
+from tgis.shard.models.hf_transformers.load import make_spec
 from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.server import log_failure
-from tgis.shard.startup import choose_platform
-from tgis.shard.startup.cuda_platform import choose_graph_sizes
-from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup import choose_platform, engine_choice
+from tgis.shard.startup import load as startup_load
+from tgis.shard.startup.cuda_platform import choose_graph_sizes, find_sizes
+from tgis.shard.startup.load import load, load_where_possible, prepare
 from tgis.shard.startup.platform import DeviceError
 
 
@@ -125,6 +130,7 @@ def test_arithmetic_of_cpus_on_a_gpu(
     assert caplog.messages == ["--cpu-arithmetic has no effect: the model runs on a GPU"]
 
 
+TRANSFORMERS = {"deployment_framework": "hf_transformers"}
 OBSTACLES = {
     "gemma4_text": "its layers have different heads",
     "deepseek_v3": "its latent attention has not been tried on GPUs",
@@ -152,15 +158,67 @@ def test_models_that_gpus_cannot_run(
     assert not caplog.messages
 
 
-def test_other_engines_run_on_the_cpu(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_several_shards_of_transformers_code_run_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"deployment_framework": "hf_transformers"}
+    write_model(tmp_path, FOREIGN["phi"]())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(DeviceError, match="hf_transformers supports only the CPU; use --device cpu or auto"):
-        prepare(configure(model_path, device="cuda", **options))
-    assert prepare(configure(model_path, device="auto", **options)).on.device.type == "cpu"
-    assert "hf_transformers supports only the CPU" in caplog.messages[-1]
+    reason = "hf_transformers supports several shards only on the CPU"
+    with pytest.raises(DeviceError, match=f"{reason}; use --device cpu or auto"):
+        prepare(configure(tmp_path, device="cuda", world_size=2))
+    assert prepare(configure(tmp_path, device="auto", world_size=2)).on.device.type == "cpu"
+    assert reason in caplog.messages[-1]
+    settings = read_config(tmp_path)
+    choose = engine_choice.choose
+    assert choose(tmp_path, settings, None, 1, trust_remote_code=False).gpu_obstacle is None
+
+
+@pytest.mark.parametrize("option", ["auto", "cuda"])
+def test_code_that_fails_on_a_gpu_runs_on_the_cpu(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, FOREIGN["phi"]())
+    on = replace(late_platform(LateDevice()), device=torch.device("cuda", 0))
+    make = choose_platform.make_platform
+    monkeypatch.setattr(
+        choose_platform, "find_device", lambda option, *_: CPU if option == "cpu" else on.device
+    )
+    monkeypatch.setattr(
+        choose_platform,
+        "make_platform",
+        lambda device, *more: on if device.type == "cuda" else make(device, *more),
+    )
+    monkeypatch.setattr(startup_load, "_connect", lambda *_: ProcessGroup(0, 1))
+    monkeypatch.setattr(DeviceArithmetic, "tolerance", 1e-12)
+    config = configure(tmp_path, device=option, max_sequence_length=64, dtype="float32")
+    reason = "model type 'phi' cannot be served through transformers: its scores change"
+    if option == "cuda":
+        with pytest.raises(DeviceError, match=f"GPUs cannot run this model: {reason}"):
+            load_where_possible(config)
+        return
+    plan, runner = load_where_possible(config)
+    assert plan.on.device.type == "cpu"
+    text = f"the model runs on the CPU, because GPUs cannot run it: {reason}"
+    assert any(message.startswith(text) for message in caplog.messages)
+    Router(runner).run([Request([7, 8, 9], 2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "heads"), [("phi", (4, 2, 8)), ("gemma4_text", (4, 2, 16)), ("deepseek_v3", (4, 4, 12))]
+)
+def test_kernels_are_checked_for_the_heads_of_transformers_code(
+    case: str, heads: tuple[int, int, int], tmp_path: Path
+) -> None:
+    FOREIGN[case]().save_pretrained(tmp_path)
+    planned = make_spec(tmp_path, read_config(tmp_path), trust_remote_code=False)
+    sizes = find_sizes(planned, num_ranks=1)
+    assert (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == heads
+    assert sizes.vocab_size == 99
+    assert sizes.states is sizes.experts is None
+    write_model(tmp_path, FOREIGN[case]())
+    actual = load(configure(tmp_path, max_sequence_length=64, **TRANSFORMERS)).model.spec
+    assert (actual.num_heads, actual.num_kv_heads, actual.head_dim) == heads
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class WholeModelSpec:
     rope_switch_len: ClassVar = 0
 
     num_layers: int
+    num_heads: int = 1  # of queries, counted like `num_kv_heads`; only GPUs read it
     num_kv_heads: int
     head_dim: int
     vocab_size: int

@@ -28,15 +28,21 @@ def find_device(option: str, rank: int, size: int, obstacle: str | None = None) 
             logger.warning("torch cannot use the GPUs of this machine: using the CPU")
         return CPU
     if obstacle is not None:
-        if option == "cuda":
-            raise DeviceError(f"GPUs cannot run this model: {obstacle}; use --device cpu or auto")
-        if rank == 0:
-            logger.warning("the model runs on the CPU, because GPUs cannot run it: %s", obstacle)
+        leave_gpus(option, obstacle, rank)
         return CPU
     count = torch.cuda.device_count()
     if size > count:
         raise DeviceError(f"{size} shards configured but only {count} GPUs detected")
     return torch.device("cuda", rank % count)
+
+
+def leave_gpus(option: str, obstacle: str, rank: int = 0) -> None:
+    """Log that a model runs on the CPU because of an obstacle. Raises DeviceError if `option` requires
+    GPUs."""
+    if option == "cuda":
+        raise DeviceError(f"GPUs cannot run this model: {obstacle}; use --device cpu or auto")
+    if rank == 0:
+        logger.warning("the model runs on the CPU, because GPUs cannot run it: %s", obstacle)
 
 
 def has_fast_bfloat16(may_use_amx: bool) -> bool:

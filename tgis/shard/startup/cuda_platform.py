@@ -22,6 +22,7 @@ from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import ModelSpec
 from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec, LayerSpec
+from tgis.shard.models.whole_model import WholeModelSpec
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.cuda_stream import CudaStream
 from tgis.shard.runner.device.stream import DeviceStream
@@ -76,6 +77,17 @@ def find_sizes(spec: ModelSpec, num_ranks: int, layout: CodeLayout | None = None
     """Return the sizes and the layout of codes for which a rank's kernels are compiled."""
     codes = () if layout is None or not can_pack(layout) else (layout,)
     layers = spec.decoder if isinstance(spec, EncoderDecoderSpec) else spec
+    if isinstance(layers, WholeModelSpec):  # torch computes everything but attention and sampling
+        return replace(
+            SMALL,
+            num_heads=max(1, layers.num_heads),
+            num_kv_heads=max(1, layers.num_kv_heads),
+            head_dim=layers.head_dim,
+            vocab_size=layers.vocab_size,
+            states=None,
+            experts=None,
+            codes=(),
+        )
     if not isinstance(layers, LayerSpec):
         return replace(SMALL, codes=codes)
     state = find_state_shape(spec, num_ranks)

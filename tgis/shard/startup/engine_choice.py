@@ -61,15 +61,11 @@ class Choice:
     dtype: torch.dtype | None = None  # of weights and cache, if the model fixes it
     weight_bytes: int | None = None  # if different from the size of the checkpoint's tensors
     table_elements: int = 0  # elements of the embedding, which keeps its type if other weights are quantized
+    gpu_obstacle: str | None = None  # reason why GPUs cannot run the model; None if they can
 
     @property
     def is_native(self) -> bool:
         return self.engine == NATIVE
-
-    @property
-    def gpu_obstacle(self) -> str | None:
-        """Reason why GPUs cannot run the model; None if they can."""
-        return find_gpu_obstacle(self.spec) if self.is_native else f"{self.engine} supports only the CPU"
 
 
 def choose(
@@ -102,7 +98,7 @@ def choose(
         is_native_only = engine == NATIVE or not isinstance(error, _NotNativeError)
         if is_gguf(directory) or (engine != TRANSFORMERS and is_native_only):
             raise
-        return _choose_transformers(directory, settings, trust_remote_code, rope, instead_of=error)
+        return _choose_transformers(directory, settings, size, trust_remote_code, rope, instead_of=error)
     if engine != TRANSFORMERS:
         return native
     obstacle = _find_obstacle(native.spec, settings["model_type"], is_quantized)
@@ -112,7 +108,7 @@ def choose(
         logger.warning("tgis_native serves this model, because hf_transformers cannot: %s", obstacle)
         return native
     logger.warning("tgis_native would serve this model faster than hf_transformers")
-    return _choose_transformers(directory, settings, trust_remote_code, rope)
+    return _choose_transformers(directory, settings, size, trust_remote_code, rope)
 
 
 class _NotNativeError(UnsupportedModelError):
@@ -132,18 +128,21 @@ def _choose_native(
         spec = rope.scale_spec(spec, settings)
     registry.check_sharding(spec, size)
     load = partial(registry.load, directory, settings, scheme=scheme, spec=spec)
-    return Choice(NATIVE, spec, load, table_elements=registry.count_embedding_elements(spec))
+    table_elements = registry.count_embedding_elements(spec)
+    return Choice(NATIVE, spec, load, table_elements=table_elements, gpu_obstacle=find_gpu_obstacle(spec))
 
 
 def _choose_transformers(
     directory: Path,
     settings: Mapping[str, Any],
+    size: int,
     trust_remote_code: bool,
     rope: RopeOption | None,
     instead_of: UnsupportedModelError | None = None,
 ) -> Choice:
     # Importing transformers takes seconds.
     from tgis.shard.models.hf_transformers import load as hf_transformers
+    from tgis.shard.models.hf_transformers.arithmetic import choose_arithmetic
 
     # For a known family, this error names the feature that the native family lacks.
     reason = instead_of if registry.is_known(settings) else None
@@ -162,15 +161,20 @@ def _choose_transformers(
             "this model runs through transformers' code, which is slower than a native family: %s", reason
         )
 
-    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels, **unused: Mapping[str, Tensor]) -> Model:
+    def load(
+        group: ProcessGroup, dtype: torch.dtype, kernels: Kernels, **unused: Mapping[str, Tensor]
+    ) -> Model:
+        arithmetic = choose_arithmetic(kernels, dtype)
         try:
-            return hf_transformers.load(directory, spec, group, dtype, trust_remote_code, rope)
+            return hf_transformers.load(directory, spec, group, dtype, trust_remote_code, rope, arithmetic)
         except (UnsupportedModelError, WeightsError) as error:
             if reason is None:
                 raise
             raise explain(error) from error
 
-    return Choice(TRANSFORMERS, spec, load)
+    # Some operators of torch add in an order that changes, so ranks could sample different tokens.
+    obstacle = "hf_transformers supports several shards only on the CPU" if size > 1 else None
+    return Choice(TRANSFORMERS, spec, load, gpu_obstacle=obstacle)
 
 
 def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str | None:
@@ -214,4 +218,5 @@ def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
     def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels, **unused: Mapping[str, Tensor]) -> Model:
         return onnx_runtime.load(spec, group, torch.get_num_threads())
 
-    return Choice(ONNX, spec, load, spec.dtype, spec.weight_bytes)
+    obstacle = f"{ONNX} supports only the CPU"
+    return Choice(ONNX, spec, load, spec.dtype, spec.weight_bytes, gpu_obstacle=obstacle)

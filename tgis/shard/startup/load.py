@@ -54,7 +54,7 @@ from tgis.shard.startup import choose_platform, engine_choice, memory_plan
 from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.cache_type import CacheType, choose_cache_type
 from tgis.shard.startup.cpu_placement import place_threads
-from tgis.shard.startup.engine_choice import Choice
+from tgis.shard.startup.engine_choice import TRANSFORMERS, Choice
 from tgis.shard.startup.memory_plan import GIB, KIB, MIB, Demand, MemoryBudget
 from tgis.shard.startup.platform import DraftParts, Platform, RunnerParts, configure_torch
 from tgis.shard.startup.quantize import check as quantize_check
@@ -84,6 +84,24 @@ def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | 
     Raises DeviceError, ModelNotFoundError, UnsupportedModelError, WeightsError, ProcessGroupError,
     ModelTooLargeError or CacheTooSmallError."""
     return prepare(config, on).load(group)
+
+
+def load_where_possible(
+    config: ShardConfig, limit_time: TimeLimit = no_limit
+) -> tuple["LoadPlan", ModelRunner]:
+    """Load the model like `load`, and also return the plan. If transformers' code of the model does not run
+    on the GPU, which is known only after a few steps, load it on the CPU."""
+    plan = prepare(config)
+    try:
+        return plan, plan.load(limit_time=limit_time)
+    except UnsupportedModelError as error:
+        if plan.on.device.type == "cpu" or plan.choice.engine != TRANSFORMERS:
+            raise
+        obstacle = str(error)
+    plan.on.memory.release_memory()
+    choose_platform.leave_gpus(config.device, obstacle)
+    plan = prepare(replace(config, device="cpu"))
+    return plan, plan.load(limit_time=limit_time)
 
 
 def sequence_length(config: ShardConfig, settings: Mapping[str, Any]) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
+from tgis.shard.kernels.cuda.attention import CudaAttention
 from tgis.shard.kernels.cuda.codes.packing import can_pack, count_bytes
 from tgis.shard.kernels.cuda.grouped.expert_table import ExpertMatrices, ExpertTable
 from tgis.shard.kernels.cuda.grouped.slots import SlotDeltas, SlotTokens
@@ -22,6 +23,7 @@ from tgis.shard.kernels.portable.ops import TorchKernels, read_packed
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import Activation, ExpertProducts, LinearLayer, MixExperts, NormLayer, Product
 from tgis.shard.layers.states import DeltaNet, Mamba2
+from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.memory.state_cache import StepStates
 from tgis.shard.quant.interface import MatrixRole
 
@@ -37,6 +39,9 @@ class CudaKernels(TorchKernels):
         is_slow = bool(CODE_KERNELS.intersection(implementations.replaced))
         self._keeps_codes = not is_slow or device.type != "cuda"
         self._dtype = torch.float32  # type of all weights, set when the first is packed
+
+    def open_attention(self, cache: KVCache, group_size: int) -> CudaAttention:
+        return CudaAttention(cache, self._implementations, group_size)
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> CudaProduct:
         self._dtype = dtype

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tgis.shard.attention.interface import Attention, AttentionPlan, Scoring
+from tgis.shard.memory.kv_cache import CPU
 from tgis.shard.models.whole_model import NotServedError
 
 # (sequence, head, query position, key position) -> True if the query attends to the key. Arguments broadcast.
@@ -83,14 +84,15 @@ class CallRecorder:
     will use layer n of the cache. Masks are examined at positions below `max_length`. Raises
     NotServedError."""
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(self, max_length: int, device: torch.device = CPU) -> None:
         self.calls: list[AttentionCall] = []
         self._max_length = max_length
+        self._device = device
         self._masks: list[tuple[Tensor, MaskRule]] = []
         self._windows: dict[int, int | None] = {}
 
     def make_mask(self, rule: MaskRule) -> Tensor:
-        mask = torch.zeros(1, 1, 1, 1)
+        mask = torch.zeros(1, 1, 1, 1, device=self._device)
         self._masks.append((mask, rule))
         return mask
 
@@ -122,18 +124,26 @@ class CallRecorder:
 
 
 class PagedStep:
-    """Handler for one forward pass over a step's new tokens. The calls must match the recorded ones."""
+    """Handler for one forward pass over a step's new tokens. The calls must match the recorded ones. The
+    attention receives queries, keys and values of type `dtype`."""
 
-    _MASK = torch.zeros(1, 1, 1, 1)
-
-    def __init__(self, calls: list[AttentionCall], attention: Attention, plan: AttentionPlan) -> None:
+    def __init__(
+        self,
+        calls: list[AttentionCall],
+        attention: Attention,
+        plan: AttentionPlan,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> None:
         self._calls = calls
         self._attention = attention
         self._plan = plan
+        self._dtype = dtype
+        self._device = device
         self._layer = 0
 
     def make_mask(self, rule: MaskRule) -> Tensor:
-        return self._MASK
+        return torch.zeros(1, 1, 1, 1, device=self._device)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Any) -> Tensor:
         layer = self._layer
@@ -142,9 +152,10 @@ class PagedStep:
         if call is None or call.module is not module:
             raise NotServedError("the order of its layers changes from step to step")
         heads, width = cache_shape(self._calls)
-        keys, values = (_pad(x[0].transpose(0, 1), heads, width) for x in (k, v))
+        keys, values = (_pad(x[0].transpose(0, 1), heads, width, self._dtype) for x in (k, v))
         self._attention.keep(layer, keys, values, self._plan)
-        queries = _pad(q[0].transpose(0, 1), heads * (call.num_heads // call.num_kv_heads), width)
+        num_heads = heads * (call.num_heads // call.num_kv_heads)
+        queries = _pad(q[0].transpose(0, 1), num_heads, width, self._dtype)
         y = self._attention.attend(layer, queries, self._plan, call.scoring)
         return y[None, :, : call.num_heads, : call.value_dim].to(q.dtype)
 
@@ -158,6 +169,11 @@ def cache_shape(calls: list[AttentionCall]) -> tuple[int, int]:
     """Return the maximum numbers of key/value heads and channels of a layer. Smaller layers are
     zero-padded."""
     return max(c.num_kv_heads for c in calls), max(max(c.key_dim, c.value_dim) for c in calls)
+
+
+def largest_group(calls: list[AttentionCall]) -> int:
+    """Return the maximum number of query heads per key/value head of a layer."""
+    return max(call.num_heads // call.num_kv_heads for call in calls)
 
 
 def find_window(rule: MaskRule, length: int) -> int | None:
@@ -188,7 +204,7 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return y.transpose(1, 2)
 
 
-def _pad(x: Tensor, heads: int, width: int) -> Tensor:
-    """Pad x, [num_tokens, at most heads, at most width], to float32 [num_tokens, heads, width]."""
+def _pad(x: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Pad x, [num_tokens, at most heads, at most width], to contiguous [num_tokens, heads, width]."""
     missing = (0, width - x.shape[2], 0, heads - x.shape[1])
-    return F.pad(x, missing).float() if any(missing) else x.float()
+    return (F.pad(x, missing) if any(missing) else x).to(dtype).contiguous()

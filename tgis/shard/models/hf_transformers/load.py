@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
@@ -21,20 +21,27 @@ from tgis.hub import model_files
 from tgis.shard.checkpoint.files import Checkpoint
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.models.hf_transformers.attention_hook import AttentionHook, CallRecorder, cache_shape
+from tgis.shard.models.hf_transformers.arithmetic import Arithmetic, HostArithmetic
+from tgis.shard.models.hf_transformers.attention_hook import (
+    AttentionHook,
+    CallRecorder,
+    cache_shape,
+    largest_group,
+)
 from tgis.shard.models.hf_transformers.model import TransformersModel, compute_states
-from tgis.shard.models.hf_transformers.packed_linear import find_read_weights, pack_linears
+from tgis.shard.models.hf_transformers.packed_linear import find_read_weights
 from tgis.shard.models.hf_transformers.self_check import (
     check_positions,
     check_scores,
     choose_sequences,
+    find_max_positions,
     score_alone,
 )
 from tgis.shard.models.hf_transformers.transformers_internals import keeps_state
 from tgis.shard.models.interface import Model, UnsupportedModelError
 from tgis.shard.models.rope_option import RopeOption, RopeOptionError
 from tgis.shard.models.unread_tensors import refuse_unread
-from tgis.shard.models.whole_model import NotServedError, WholeModelSpec, warn_of_copies
+from tgis.shard.models.whole_model import NotServedError, WholeModelSpec, choose_tokens, warn_of_copies
 from tgis.shard.quant.formats.settings import read_settings
 
 CAUSAL = "AutoModelForCausalLM"
@@ -63,10 +70,12 @@ def make_spec(
             rope.scale_parsed(parsed)
         text = parsed.get_text_config(decoder=True)
         heads = _largest(text, "num_attention_heads") or 1
+        kv_heads = _largest(text, "num_key_value_heads") or heads
         return WholeModelSpec(
             num_layers=_largest(text, "num_hidden_layers") or 1,
-            num_kv_heads=_largest(text, "num_key_value_heads") or heads,
-            head_dim=_largest(text, "head_dim") or (_largest(text, "hidden_size") or heads) // heads,
+            num_heads=-(-heads // kv_heads) * kv_heads,
+            num_kv_heads=kv_heads,
+            head_dim=_largest_head(text) or (_largest(text, "hidden_size") or heads) // heads,
             vocab_size=text.vocab_size,
         )
 
@@ -78,9 +87,10 @@ def load(
     dtype: torch.dtype,
     trust_remote_code: bool,
     rope: RopeOption | None = None,
+    arithmetic: Arithmetic | None = None,
 ) -> Model:
     """Load the model with weights in `dtype`, and check that its logits equal those of its unmodified code.
-    `rope` scales its positions.
+    `rope` scales its positions. `arithmetic` is the CPU's unless it is given.
 
     Raises UnsupportedModelError and WeightsError."""
     warn_of_copies(group)
@@ -91,7 +101,7 @@ def load(
             parsed = _read_config(directory, config, trust_remote_code)
             rope.scale_parsed(parsed)
         read = partial(_read_checkpoint, directory, dtype, trust_remote_code, parsed)
-        return _load_checked(read, spec.vocab_size, group, dtype, rope)
+        return _load_checked(read, spec.vocab_size, group, arithmetic or HostArithmetic(dtype), rope)
 
 
 @contextmanager
@@ -104,7 +114,7 @@ def _as_unsupported(model_type: Any) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except (OperatorError, MemoryError):
+    except (OperatorError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except NotServedError as error:
         raise UnsupportedModelError(f"{refused}: {error}") from error
@@ -139,7 +149,7 @@ def _load_checked(
     read_checkpoint: Callable[[], Any],
     vocab_size: int,
     group: ProcessGroup,
-    dtype: torch.dtype,
+    arithmetic: Arithmetic,
     rope: RopeOption | None,
 ) -> TransformersModel:
     unpacked: set[str] = set()
@@ -148,10 +158,9 @@ def _load_checked(
         _check_state(whole)
         if rope is not None and rope.kind not in _rope_kinds(whole):
             raise RopeOptionError("transformers' code of this model scales no rotary positions")
-        pack_linears(whole, dtype, unpacked)
+        arithmetic.pack(whole, unpacked)
         try:
-            with torch.inference_mode():
-                return _replace_attention(whole, vocab_size, group)
+            return _replace_attention(whole, vocab_size, group, arithmetic)
         except AttributeError:
             read = find_read_weights(whole) - unpacked
             if not read:
@@ -160,34 +169,65 @@ def _load_checked(
         unpacked |= read
 
 
-def _replace_attention(whole: Any, vocab_size: int, group: ProcessGroup) -> TransformersModel:
-    sequences = choose_sequences(vocab_size)
-    expected = [score_alone(whole, token_ids) for token_ids in sequences]
-    if not all(scores.isfinite().all() for scores in expected):
-        raise NotServedError("its scores are not finite numbers; its weights may be damaged")
-    if (width := expected[0].shape[1]) != vocab_size:
-        raise NotServedError(f"it returns scores of {width} tokens, but its configuration says {vocab_size}")
-    hook, decoder, length = AttentionHook(), _find_decoder(whole), _find_length(whole.config)
+def _replace_attention(
+    whole: Any, vocab_size: int, group: ProcessGroup, arithmetic: Arithmetic
+) -> TransformersModel:
+    decoder, length = _find_decoder(whole), _find_length(whole.config)
+    with torch.inference_mode():
+        max_positions = find_max_positions(decoder, choose_tokens(vocab_size, 1), length)
+    whole.to(arithmetic.device)
+    with torch.inference_mode():
+        return _replace_placed(whole, vocab_size, group, arithmetic, decoder, length, max_positions)
+
+
+def _replace_placed(
+    whole: Any,
+    vocab_size: int,
+    group: ProcessGroup,
+    arithmetic: Arithmetic,
+    decoder: nn.Module,
+    length: int,
+    max_positions: int,
+) -> TransformersModel:
+    """Replace the attention of a model on its device."""
+    device = arithmetic.device
+    sequences = choose_sequences(vocab_size, device)
+    expected = _score(whole, sequences, vocab_size)
+    hook = AttentionHook()
     whole.set_attn_implementation(hook.name)
-    recorder = CallRecorder(length)
+    arithmetic.widen(whole)
+    recorder = CallRecorder(length, device)
     token_ids = sequences[0]
-    positions = torch.arange(len(token_ids))
+    positions = torch.arange(len(token_ids), device=device)
     output = hook.call(recorder, lambda: compute_states(decoder, token_ids, positions))
-    if not recorder.calls:
+    calls = recorder.calls
+    if not calls:
         raise NotServedError("its code does not use the attention interface")
-    max_positions = check_positions(hook, decoder, token_ids, length)
-    num_kv_heads, head_dim = cache_shape(recorder.calls)
+    check_positions(hook, decoder, token_ids, length, arithmetic.tolerance)
+    num_kv_heads, head_dim = cache_shape(calls)
     spec = WholeModelSpec(
-        num_layers=len(recorder.calls),
+        num_layers=len(calls),
+        num_heads=largest_group(calls) * num_kv_heads * group.size,
         num_kv_heads=num_kv_heads * group.size,
         head_dim=head_dim,
         vocab_size=vocab_size,
         max_positions=max_positions,
     )
     output_type = type(output) if isinstance(output, ModelOutput) else tuple
-    model = TransformersModel(spec, whole, decoder, output_type, hook, recorder.calls)
-    check_scores(model, group, sequences, expected)
+    dtype = arithmetic.attention_dtype
+    model = TransformersModel(spec, whole, decoder, output_type, hook, calls, dtype)
+    check_scores(model, calls, arithmetic, sequences, expected)
     return model
+
+
+def _score(whole: Any, sequences: list[Tensor], vocab_size: int) -> list[Tensor]:
+    """Return the scores of the model's unmodified code."""
+    expected = [score_alone(whole, token_ids) for token_ids in sequences]
+    if not all(scores.isfinite().all() for scores in expected):
+        raise NotServedError("its scores are not finite numbers; its weights may be damaged")
+    if (width := expected[0].shape[1]) != vocab_size:
+        raise NotServedError(f"it returns scores of {width} tokens, but its configuration says {vocab_size}")
+    return expected
 
 
 def _read_checkpoint(directory: Path, dtype: torch.dtype, trust_remote_code: bool, parsed: Any) -> Any:
@@ -252,7 +292,16 @@ def _find_length(config: Any) -> int:
     return min(length, MAX_LENGTH) if isinstance(length, int) and length > 1 else DEFAULT_LENGTH
 
 
+def _largest_head(config: Any) -> int:
+    """Return the number of channels of the widest head, 0 if the configuration does not name it."""
+    latent = _largest(config, "qk_nope_head_dim") + _largest(config, "qk_rope_head_dim")
+    return max(_largest(config, "head_dim"), latent)
+
+
 def _largest(config: Any, name: str) -> int:
     """Return a number of the configuration: the maximum over all layers, 0 if it is missing."""
-    value = config.to_dict().get(config.attribute_map.get(name, name))
-    return max(value, default=0) if isinstance(value, list | tuple) else value or 0
+    settings = config.to_dict()
+    value = settings.get(config.attribute_map.get(name, name))
+    values = value if isinstance(value, list | tuple) else [value or 0]
+    overrides = settings.get("per_layer_config") or {}
+    return max([*values, *(layer.get(name) or 0 for layer in overrides.values())], default=0)

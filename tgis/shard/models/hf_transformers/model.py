@@ -16,7 +16,7 @@ from tgis.shard.models.interface import ModelSpec, StepInputs
 
 class TransformersModel:
     """Model that runs transformers' code. `whole` is a causal language model; its part `decoder` computes
-    hidden states and returns them as `output_type`."""
+    hidden states and returns them as `output_type`. Its attention computes in `dtype`."""
 
     def __init__(
         self,
@@ -26,6 +26,7 @@ class TransformersModel:
         output_type: type,
         hook: AttentionHook,
         calls: list[AttentionCall],
+        dtype: torch.dtype,
     ) -> None:
         self.spec = spec
         self._whole = whole
@@ -33,10 +34,12 @@ class TransformersModel:
         self._output_type = output_type
         self._hook = hook
         self._calls = calls
+        self._dtype = dtype
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        step = PagedStep(self._calls, attention, inputs.plan)
+        device = inputs.token_ids.device
+        step = PagedStep(self._calls, attention, inputs.plan, self._dtype, device)
         x = self._hook.call(step, lambda: compute_states(self._decoder, inputs.token_ids, inputs.positions))
         step.check_complete()
         states: Tensor = x[0][0]  # [num_tokens, hidden_size]
@@ -45,10 +48,9 @@ class TransformersModel:
     @torch.inference_mode()
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         # Only the whole model has the head's code, so it runs with a decoder that returns x.
+        unread = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
         with self._returning(x[None]):
-            return read_logits(
-                self._whole(input_ids=torch.zeros(1, len(x), dtype=torch.int64), use_cache=False)
-            )
+            return read_logits(self._whole(input_ids=unread, use_cache=False))
 
     @contextmanager
     def _returning(self, states: Tensor) -> Iterator[None]:

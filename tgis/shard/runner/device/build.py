@@ -10,6 +10,7 @@ from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import AdaptableModel, Model
 from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
+from tgis.shard.models.whole_model import WholeModelSpec
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.device.adapters.slot_assignments import allocate_slots
 from tgis.shard.runner.device.device_rows import allocate_rows
@@ -43,7 +44,7 @@ def make_device_runner(
     `memory_left` returns the free bytes of the device, and `agree` the smallest of the ranks' values.
     `has_adapters` is true if LoRA adapters may be loaded. With `has_drafts`, graphs also verify drafts."""
     spec = model.spec
-    assert isinstance(spec, DecoderSpec | EncoderDecoderSpec), "other engines run on the CPU"
+    assert isinstance(spec, DecoderSpec | EncoderDecoderSpec | WholeModelSpec), "a shape with heads"
     num_blocks = cache.num_blocks - 1
     group_size = max(1, spec.num_heads // info.world_size // cache.num_kv_heads)
     attention = CudaAttention(cache, kernels, group_size)
