@@ -62,6 +62,21 @@ def release(b: Any, memory: Any) -> None:
     open_tiles(b, memory).release()
 
 
+def _begin_sums(
+    b: Any, tiles: instructions.Tiles, cells: list[tuple[int, int, int]], sums: Any, is_first: Any
+) -> None:
+    """Clear the tiles of sums if `is_first`, or else load them. A cell has the half of the rows, the half of
+    the panel, and the tile."""
+    with b.if_else(b.icmp_signed("!=", is_first, I64(0))) as (first, later):
+        with first:
+            for *_, tile in cells:
+                tiles.clear(tile)
+        with later:
+            for half, v, tile in cells:
+                place = b.add(sums, I64(half * TILE_ROWS * PANEL_ROW + v * ROW_BYTES))
+                tiles.load(tile, place, I64(PANEL_ROW))
+
+
 def _make_product(num_halves: int, prefetches: bool = False) -> Any:
     """Build a kernel function that adds the product of rows of x, in `num_halves` tiles, and `count` tiles of
     a panel to sums, [rows, PANEL] of 4 bytes, and stores the result in `out`. With `prefetches`, the tiles
@@ -88,14 +103,7 @@ def _make_product(num_halves: int, prefetches: bool = False) -> Any:
         add = tiles.add_pairs if element == _PAIRS else tiles.add_quads
         cells = [(half, v, _SUMS + 2 * half + v) for half in range(num_halves) for v in range(2)]
         rows = [b.add(x, b.mul(stride, I64(half * TILE_ROWS))) for half in range(num_halves)]
-        with b.if_else(b.icmp_signed("!=", is_first, I64(0))) as (first, later):
-            with first:
-                for *_, tile in cells:
-                    tiles.clear(tile)
-            with later:
-                for half, v, tile in cells:
-                    place = b.add(sums, I64(half * TILE_ROWS * PANEL_ROW + v * ROW_BYTES))
-                    tiles.load(tile, place, I64(PANEL_ROW))
+        _begin_sums(b, tiles, cells, sums, is_first)
 
         def add_tiles(k: Any, _: list[Any]) -> list[Any]:
             weights = b.add(panel, b.mul(k, I64(DEPTH * PANEL_ROW)))
