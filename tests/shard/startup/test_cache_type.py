@@ -113,7 +113,7 @@ def test_answers_are_those_of_rounded_keys_and_values(kind: str, framework: str,
 @FLOAT_TYPES
 def test_graphs_answer_with_rounded_keys_and_values(kind: str, scaled: Path) -> None:
     """With the engine for GPUs, whose steps of single tokens are replayed, also those with drafts."""
-    options = {"kv_cache_dtype": kind, "speculate": 3, "cuda_graphs": "4"}
+    options = {"kv_cache_dtype": kind, "speculate": 3, "cuda_graphs": "4", "max_step_tokens": 16}
     runner = load(configure(scaled, **options), on=late_platform(CapturingDevice()))
     assert runner.info.cache_dtype == kind
     request = Request(list(range(5, 40)), 12, details={"logprobs": True})

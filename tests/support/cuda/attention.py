@@ -25,7 +25,8 @@ QUERIES = {torch.float8_e4m3fn: torch.bfloat16, torch.float8_e5m2: torch.float16
 
 
 class CudaScene(Scene):
-    """Scene whose queries have the cache's type, or a type of QUERIES, unless it is given. The rows of its block tables end with a block of NaN."""
+    """Scene whose queries have the cache's type, or a type of QUERIES, unless it is given. The rows of its
+    block tables end with a block of NaN."""
 
     attention: CudaAttention
 

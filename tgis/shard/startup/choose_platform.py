@@ -70,11 +70,11 @@ def make_platform(
 ) -> Platform:
     """Return the platform of a device. Compiled code is stored in `kernel_cache` if there is no better
     directory. The process may use `memory_fraction` of a GPU's memory. A GPU's kernels are checked for
-    weights of `dtype` (None: the 16-bit types), for codes of `layout`, for a cache of `cache_type` (None: type of
-    the weights), and for a rank's share of the model `spec`. A CPU's matrix products use `cpu_arithmetic`; products with codes round activations if
-    `rounds_activations` is set, and AMX is used if it is available and `may_use_amx` is set, in int8 products
-    if the model `multiplies_int8`, and in products with other codes if it `multiplies_codes`. Raises
-    DeviceError."""
+    weights of `dtype` (None: the 16-bit types), for codes of `layout`, for a cache of `cache_type` (None: the
+    weights' type), and for a rank's share of the model `spec`. A CPU's matrix products use `cpu_arithmetic`;
+    products with codes round activations if `rounds_activations` is set, and AMX is used if it is available
+    and `may_use_amx` is set, in int8 products if the model `multiplies_int8`, and in products with other
+    codes if it `multiplies_codes`. Raises DeviceError."""
     if device.type == "cuda":
         from tgis.shard.startup.cuda_platform import on_cuda
 

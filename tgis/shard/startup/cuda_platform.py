@@ -44,7 +44,8 @@ def on_cuda(
     cache_type: torch.dtype | None = None,
 ) -> Platform:
     """Return the platform of a GPU for a rank's share of a model, whose weights may have codes of this
-    `layout` and whose cache may have another type than the weights, and make the GPU torch's current device. Raises DeviceError."""
+    `layout`, and whose cache may have a type of its own. The GPU becomes torch's current device. Raises
+    DeviceError."""
     memory = _open(device, memory_fraction)
     use_cache(kernel_cache)
     configure_products()

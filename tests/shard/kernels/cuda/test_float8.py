@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from tgis.shard.attention.interface import Heads
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.kernels.cuda.attention import CudaAttention
 from tgis.shard.kernels.cuda.functions import float8
-from tgis.shard.kernels.cuda.functions.float8 import Float8, read_float8
+from tgis.shard.kernels.cuda.functions.float8 import Float8Form, read_float8
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.memory.kv_cache import UNSCALED, CacheScale, KVCache
 
@@ -29,8 +28,8 @@ WIDTH, BLOCK_SIZE = 4096, 4
 
 
 def stored(cache: KVCache, has_rows_of_keys: bool) -> tuple[Tensor, Tensor]:
-    """Return the bytes of keys and values, [num_tokens, WIDTH] each. GPUs store a row of channels for each key,
-    CPUs a row of keys for each channel."""
+    """Return the bytes of keys and values, [num_tokens, WIDTH] each. GPUs store a row of channels for each
+    key, CPUs a row of keys for each channel."""
     keys, values = (pages[0].view(torch.uint8) for pages in (cache.keys, cache.values))
     if not has_rows_of_keys:
         keys = keys.view(-1, WIDTH, BLOCK_SIZE).transpose(1, 2)
@@ -84,7 +83,7 @@ def read_codes(codes, out, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
 def test_every_code_is_read_exactly(dtype: torch.dtype, is_converted: bool) -> None:
     """NaN stays NaN. Only e4m3 has an instruction."""
     codes = torch.arange(256, dtype=torch.uint8)
-    form = Float8.of(codes.view(dtype))
+    form = Float8Form.of(codes.view(dtype))
     assert form is not None
     if dtype == E5M2 and is_converted:
         return
@@ -98,10 +97,10 @@ def test_every_code_is_read_exactly(dtype: torch.dtype, is_converted: bool) -> N
 def test_old_gpus_have_no_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, is_converted in ((80, False), (86, False), (89, True), (90, True), (120, True)):
         monkeypatch.setattr(float8, "find_capability", lambda _, value=capability: value)
-        form = Float8.of(torch.empty(1, dtype=E4M3))
+        form = Float8Form.of(torch.empty(1, dtype=E4M3))
         assert form is not None
         assert form.is_converted == is_converted
-    assert Float8.of(torch.empty(1, dtype=torch.bfloat16)) is None
+    assert Float8Form.of(torch.empty(1, dtype=torch.bfloat16)) is None
 
 
 @HOW
@@ -144,7 +143,7 @@ def test_old_gpus_read_by_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = CudaScene(Shape(dtype=E4M3), [70], interpreted())
     whole = scene.attend_last([(0, 70)], PLAIN), scene.attend_spans([(0, 30, 70)], PLAIN)[0]
     for name in ("attend_segments", "attend_tiles"):
-        module = interpreted_modules()[name].Float8
+        module = interpreted_modules()[name].Float8Form
         form = module.of(scene.where[0])._replace(is_converted=False)
         monkeypatch.setattr(module, "of", lambda _, form=form: form)
     again = scene.attend_last([(0, 70)], PLAIN), scene.attend_spans([(0, 30, 70)], PLAIN)[0]

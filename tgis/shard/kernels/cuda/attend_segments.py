@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cuda import step_state
-from tgis.shard.kernels.cuda.functions.float8 import Float8, as_bytes
+from tgis.shard.kernels.cuda.functions.float8 import Float8Form, as_bytes
 from tgis.shard.kernels.cuda.functions.processors import count_processors, find_capability
 from tgis.shard.kernels.cuda.functions.scoring import (
     ScoreArguments,
@@ -42,7 +42,7 @@ def choose_sizes(group: int, keys: Tensor) -> tuple[Sizes, int]:
     width = max(16, triton.next_power_of_2(head_dim))
     rows = max(16, triton.next_power_of_2(group))
     num_keys = max(16, min(64, (1 << 14) // (width * keys.element_size())))
-    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys, Float8.of(keys))
+    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys, Float8Form.of(keys))
     capability = find_capability(keys.device)
     # For some numbers of heads, the compiler needs more registers than three wide programs leave.
     needs_more = width == 128 and (group == 2 or capability >= 100)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
-from tgis.shard.kernels.cuda.functions.float8 import Float8, as_bytes
+from tgis.shard.kernels.cuda.functions.float8 import Float8Form, as_bytes
 from tgis.shard.kernels.cuda.functions.processors import find_capability
 from tgis.shard.kernels.cuda.functions.scoring import (
     ScoreArguments,
@@ -49,7 +49,7 @@ def choose_sizes(q: Tensor, keys: Tensor, scoring: Scoring) -> tuple[Sizes, dict
             rows = 64
         elif is_wide and not has_much_memory:  # with 8 warps and 128 rows, some registers are spilled
             rows, num_warps = 64, 4
-    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys, Float8.of(keys))
+    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys, Float8Form.of(keys))
     return sizes, {"num_warps": num_warps, "num_stages": 3 if has_much_memory else 2}
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.shard.attention.interface import Heads
-from tgis.shard.kernels.cuda.functions.float8 import Float8, as_bytes, round_plain, round_to_float8
+from tgis.shard.kernels.cuda.functions.float8 import Float8Form, as_bytes, round_plain, round_to_float8
 from tgis.shard.kernels.portable.ops import split_heads
 from tgis.shard.memory.kv_cache import UNSCALED, CacheScale
 
@@ -59,7 +59,7 @@ def launch(
         HALF=half,
         BLOCK_SIZE=block_size,
         BLOCK_HEADS=block_heads,
-        FLOAT8=Float8.of(keys),
+        FLOAT8=Float8Form.of(keys),
         num_warps=NUM_WARPS,
     )
     return queries
@@ -81,8 +81,8 @@ def plain(
 
 
 def keep(fresh: Tensor, pages: Tensor, slot_mapping: Tensor, scale: float = 1.0) -> None:
-    """Write keys or values, [num_tokens, num_kv_heads, head_dim], to the pages of one layer of the cache. Those
-    of 8 bits are divided by `scale`."""
+    """Write keys or values, [num_tokens, num_kv_heads, head_dim], to the pages of one layer of the cache.
+    Those of 8 bits are divided by `scale`."""
     block_size = pages.shape[2]
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
     kept = round_plain(fresh, pages.dtype, 1 / scale)

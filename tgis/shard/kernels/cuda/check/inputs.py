@@ -183,16 +183,16 @@ def _find_scale(cache_type: torch.dtype | None) -> CacheScale:
     return UNSCALED if cache_type is None else CacheScale(0.5, 2.0)
 
 
-class _Cache(NamedTuple):
+class _DrawnCache(NamedTuple):
     pages: tuple[Tensor, ...]  # keys, values, and block tables of 3 rows that share no blocks
     scale: CacheScale
 
 
-def _draw_caches(draw: Draw, dtype: torch.dtype, sizes: KernelSizes) -> list[_Cache]:
+def _draw_caches(draw: Draw, dtype: torch.dtype, sizes: KernelSizes) -> list[_DrawnCache]:
     """Return the same keys and values for each type of the cache."""
     pages, tables = _draw_pages(draw, dtype, sizes), draw.permutation(NUM_BLOCKS - 1).view(3, -1)
     return [
-        _Cache((*(page.to(each or dtype) for page in pages), tables), _find_scale(each))
+        _DrawnCache((*(page.to(each or dtype) for page in pages), tables), _find_scale(each))
         for each in sizes.cache_types
     ]
 

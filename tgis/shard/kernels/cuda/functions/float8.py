@@ -16,7 +16,7 @@ FLOAT8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 NAN = tl.constexpr(0x7F)  # code with which NaN is written
 
 
-class Float8(NamedTuple):
+class Float8Form(NamedTuple):
     """Constants of a type."""
 
     mantissa: int  # bits of the mantissa
@@ -25,7 +25,7 @@ class Float8(NamedTuple):
     is_converted: bool  # by an instruction of the GPU
 
     @classmethod
-    def of(cls, pages: Tensor) -> "Float8 | None":
+    def of(cls, pages: Tensor) -> "Float8Form | None":
         """Return the constants of the cache's type, or None if it has more than 8 bits."""
         if pages.dtype == torch.float8_e4m3fn:
             return cls(3, 7, 0x43E00000, find_capability(pages.device) >= 89)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
-from tgis.shard.kernels.cuda.functions.float8 import FLOAT8_TYPES, Float8, read_float8
+from tgis.shard.kernels.cuda.functions.float8 import FLOAT8_TYPES, Float8Form, read_float8
 from tgis.shard.memory.kv_cache import CacheScale
 
 # Factor of scores, because the hardware computes powers of 2.
@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     width: int  # head_dim, padded to a power of 2
     rows: int  # rows per program: queries times heads
     keys: int  # keys per block
-    float8: Float8 | None = None  # type of keys and values, if it has 8 bits
+    float8: Float8Form | None = None  # type of keys and values, if it has 8 bits
 
 
 class ScoreArguments(NamedTuple):

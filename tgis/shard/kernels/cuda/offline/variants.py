@@ -293,8 +293,8 @@ def find_model_variants(
         yield variant("gate", _gate(kernels, model, num_tokens, dtype), about)
         for stored in (dtype, *(FLOAT8_TYPES if model.has_float8_cache else ())):
             for kernel, kind, run in _cache_launches(kernels, model, num_tokens, dtype, stored):
-                kind += "" if stored == dtype else f" {str(stored).removeprefix('torch.')}"
-                yield variant(kernel, run, f"{about} {kind}".strip())
+                of_cache = "" if stored == dtype else str(stored).removeprefix("torch.")
+                yield variant(kernel, run, " ".join(filter(None, (about, kind, of_cache))))
         for layer, run in _low_rank_launches(kernels, model, num_tokens, dtype):
             yield variant("add_low_rank", run, f"{about} {layer}")
         for tile in (FEW_ROWS, MANY_ROWS) if model.experts is not None else ():
@@ -481,7 +481,8 @@ def _gate(
 def _cache_launches(
     kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype, stored: torch.dtype
 ) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """Yield the launches that write or read a cache of the type `stored`: kernel, kind of attention, launch."""
+    """Yield the launches that write or read a cache of the type `stored`, each with its kernel and the kind
+    of attention."""
     yield "turn_and_keep", "", _turn_and_keep(kernels, model, num_tokens, dtype, stored)
     for kind, scoring in _scorings(model):
         if kind != "encoder":
