@@ -48,9 +48,10 @@ class ScoreArguments(NamedTuple):
         reach = 0 if scoring.bias is None else scoring.bias.shape[1] // 2
         optional = scoring.soft_cap or None, scoring.slopes, scoring.bias
         limits = scoring.window or None, scoring.chunk or None
-        key_scale, value_scale = stored if keys.dtype in FLOAT8_TYPES else (1.0, None)
-        scale = scoring.scale * key_scale
-        return cls(scale, *optional, reach, *limits, scoring.sinks, value_scale)
+        if keys.dtype not in FLOAT8_TYPES:
+            return cls(scoring.scale, *optional, reach, *limits, scoring.sinks, None)
+        scale = scoring.scale * stored.key
+        return cls(scale, *optional, reach, *limits, scoring.sinks, stored.value)
 
 
 def are_addressable(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor) -> bool:
