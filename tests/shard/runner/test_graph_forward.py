@@ -1,6 +1,5 @@
 """Kernels of prompts are recorded, and replayed for other prompts of the same length."""
 
-
 import pytest
 
 from tests.support.shard.checkpoints import write_model

@@ -110,7 +110,7 @@ def test_answers_are_those_of_rounded_keys_and_values(kind: str, framework: str,
         assert (score(scaled, request, other, SCALES) - expected).abs().max() > 1e-3
 
 
-@FLOAT_TYPES
+@pytest.mark.parametrize("kind", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.slow)])
 def test_graphs_answer_with_rounded_keys_and_values(kind: str, scaled: Path) -> None:
     """With the engine for GPUs, whose steps of single tokens are replayed, also those with drafts."""
     options = {"kv_cache_dtype": kind, "speculate": 3, "cuda_graphs": "4", "max_step_tokens": 16}

@@ -22,8 +22,9 @@ MORE_SHAPES = {
     "more_share_than_a_tile": Shape(num_heads=130, num_kv_heads=1, head_dim=16, dtype=torch.float16),
     "each_its_own": Shape(num_heads=3, num_kv_heads=3, head_dim=96, dtype=torch.bfloat16),
 }
+SLOW = {"more_share_than_a_tile", "e5m2", "e4m3_wide", "e4m3_odd_sizes"}
 ALL_SHAPES = [
-    pytest.param(shape, id=name, marks=[pytest.mark.slow] if name == "more_share_than_a_tile" else [])
+    pytest.param(shape, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
     for name, shape in (SHAPES | MORE_SHAPES | FLOAT8_SHAPES).items()
 ]
 BENT = replace(PLAIN, **SCORINGS["all"])

@@ -1,6 +1,7 @@
 """A cache of 8-bit floats on GPUs: its bytes are those of CPUs, every code is read exactly, with and without
 the GPU's instruction, and attention applies the scales."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -50,9 +51,13 @@ def write(x: Tensor, dtype: torch.dtype, scale: CacheScale, kernels: Implementat
     return cache
 
 
-@HOW
-@DTYPES
-@pytest.mark.parametrize("scale", [UNSCALED, SCALE], ids=["unscaled", "scaled"])
+def list_writes() -> list[object]:
+    quick = ("kernel", E4M3, SCALE), ("kernel", E5M2, UNSCALED), ("twin", E4M3, SCALE)
+    cases = itertools.product(KERNELS, (E4M3, E5M2), (UNSCALED, SCALE))
+    return [pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases]
+
+
+@pytest.mark.parametrize(("how", "dtype", "scale"), list_writes())
 def test_bytes_are_those_of_cpus(how: str, dtype: torch.dtype, scale: CacheScale) -> None:
     """Without NaN, with which CPUs also mark the first channel of the key."""
     x = hard_numbers(dtype).nan_to_num(3.0, 3e38, -3e38)
