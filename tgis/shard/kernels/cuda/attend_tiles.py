@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
-from tgis.shard.kernels.cuda.functions.float8 import Float8Form, as_bytes
+from tgis.shard.kernels.cuda.functions.float8 import FLOAT8_TYPES, Float8Form, as_bytes
 from tgis.shard.kernels.cuda.functions.processors import find_capability
 from tgis.shard.kernels.cuda.functions.scoring import (
     ScoreArguments,
@@ -45,7 +45,8 @@ def choose_sizes(q: Tensor, keys: Tensor, scoring: Scoring) -> tuple[Sizes, dict
         is_narrow = width <= 64 and capability >= 100 and scoring.window is not None
         num_keys = 32 if is_wide or has_bias or is_narrow else 64
         num_warps = 8
-        if width > 128 and (has_bias or not has_much_memory):
+        # The conversion of 8-bit floats takes registers, too.
+        if width > 128 and (has_bias or not has_much_memory or keys.dtype in FLOAT8_TYPES):
             rows = 64
         elif is_wide and not has_much_memory:  # with 8 warps and 128 rows, some registers are spilled
             rows, num_warps = 64, 4
