@@ -144,6 +144,7 @@ STAGES = (
             _case("8b short prompts", "speed:measure_short_prompts", 20, "8b"),
             _case("0.6b decode", "speed:measure_decodes", 20, "0.6b", is_rehearsed=False),
             _case("attention", "speed:measure_attention", 15),
+            _case("8b fp8 cache", "speed:measure_float8_cache", 20, "8b"),
             _case("linears", "speed:measure_linears", 10),
             _case("states", "states:measure", 15),
             _case("products of codes", "codes:measure_products", 25),

@@ -125,10 +125,10 @@ class ModelOptions:
     )
     kv_cache_dtype: str = option(
         "Data type of keys and values in the KV cache; auto: --dtype, or bfloat16 with --cpu-arithmetic "
-        "bfloat16. int8, fp8_e4m3 and fp8_e5m2, on CPUs only, take half the memory of 16 bits and are faster "
-        "for long sequences. int8 is the most precise: it has a scale for each token and head. The others "
-        "use the checkpoint's scales of keys and values if it has any; fp8 and fp8_e4m3fn are other servers' "
-        "names for fp8_e4m3.",
+        "bfloat16. int8, fp8_e4m3 and fp8_e5m2 take half the memory of 16 bits and are faster for long "
+        "sequences. int8, on CPUs only, is the most precise: it has a scale for each token and head. The "
+        "others use the checkpoint's scales of keys and values if it has any; fp8 and fp8_e4m3fn are other "
+        "servers' names for fp8_e4m3.",
         "auto",
         choices=tuple(CACHE_TYPES),
         advice="For a cache of 16 or 32 bits, set --dtype.",

@@ -60,6 +60,17 @@ def measure_decodes(target: Target, name: str) -> None:
         runner.graphs.clear()
 
 
+def measure_float8_cache(target: Target, name: str) -> None:
+    """Measure steps with keys and values of 8 bits, at the number of rows where attention takes most of a
+    step, and attention alone."""
+    kind, num_rows = torch.float8_e4m3fn, 1 if target.is_rehearsal else NUM_ROWS[-1]
+    runner = load_runner(target, target.shape(name), cache_type=kind)
+    is_captured = capture(target, runner, [num_rows], f"{name} decode {num_rows} with fp8 cache: steps")
+    measure_decode(target, runner, name, num_rows, is_captured, cache_type=kind)
+    runner.graphs.clear()
+    measure_decode_attention(target, kind)
+
+
 def measure_decode(
     target: Target,
     runner: DeviceModelRunner,
@@ -68,6 +79,7 @@ def measure_decode(
     is_captured: bool,
     sampling: Mapping[str, Any] = {},
     details: Mapping[str, Any] = {},
+    cache_type: torch.dtype = torch.bfloat16,
 ) -> None:
     shape, (count, num_warm) = target.shape(name), count_steps(target)
     context = 2 * count if target.is_rehearsal else CONTEXT
@@ -80,12 +92,13 @@ def measure_decode(
     wall_s = (time.perf_counter() - start) / (count - num_warm)
     about = f"{name} decode {num_rows}"
     about += " with top_k and top_p" if sampling else " with details" if details else ""
+    about += "" if cache_type == torch.bfloat16 else " with fp8 cache"
     key = about + ("" if is_captured else ", eager")
     detail = f"{wall_s * 1e3:.2f} ms a step, {num_rows / wall_s:.0f} tokens/s"
     if name == "0.6b" and num_rows == 1:
         target.recorder.figure(key, wall_s * 1e3, "ms")
     share = "bandwidth" if num_rows == 1 else "roofline"
-    floor = decode_seconds(shape, num_rows, context, read_rates(target))
+    floor = decode_seconds(shape, num_rows, context, read_rates(target), cache_type.itemsize)
     target.recorder.figure(f"{key}: share of {share}", floor / wall_s, "", detail)
     num_steps = num_warm if target.is_rehearsal else PROFILED_STEPS
     record_kernels(target, key, lambda: run_steps(runner, rows, num_steps), num_steps)
@@ -228,17 +241,8 @@ def measure_linears(target: Target) -> None:
 
 
 def measure_attention(target: Target) -> None:
-    shape, kernels, rates = target.shape("8b"), load_kernels(target), read_rates(target)
-    for num_rows, length in DECODES:
-        length = 40 if target.is_rehearsal else length
-        scene = draw_scene(target, shape, num_rows, length, torch.bfloat16)
-        q = draw_queries(scene, num_rows)
-        seconds = target.time_on_device([partial(scene.attend_segments, kernels, q)] * NUM_CALLS)
-        floor = kv_bytes(shape, num_rows * length) / shape.num_layers / rates.bandwidth
-        key, detail = f"attention {num_rows} x {length}", f"{seconds * 1e6:.1f} us a layer"
-        target.recorder.figure(f"{key}: share of bandwidth", floor / seconds, "", detail)
-        if target.is_rehearsal:
-            break
+    measure_decode_attention(target, torch.bfloat16)
+    shape, kernels = target.shape("8b"), load_kernels(target)
     length = 40 if target.is_rehearsal else PROMPT
     scene = draw_scene(target, shape, 1, length, torch.bfloat16)
     q = draw_queries(scene, length)
@@ -246,3 +250,21 @@ def measure_attention(target: Target) -> None:
     operations = prefill_operations(shape, length) / shape.num_layers
     operations -= sum(2 * rows * columns for rows, columns in list_linears(shape)) * length
     target.recorder.figure(f"attention of a prompt of {length}", operations / seconds / 1e12, "TFLOP/s")
+
+
+def measure_decode_attention(target: Target, cache_type: torch.dtype) -> None:
+    """Measure attention of single tokens to keys and values of a type."""
+    shape, kernels, rates = target.shape("8b"), load_kernels(target), read_rates(target)
+    about = "" if cache_type == torch.bfloat16 else " with fp8 cache"
+    for num_rows, length in DECODES:
+        length = 40 if target.is_rehearsal else length
+        scene = draw_scene(target, shape, num_rows, length, torch.bfloat16, cache_type)
+        q = draw_queries(scene, num_rows)
+        seconds = target.time_on_device([partial(scene.attend_segments, kernels, q)] * NUM_CALLS)
+        num_bytes = kv_bytes(shape, num_rows * length, cache_type.itemsize) / shape.num_layers
+        key, detail = f"attention {num_rows} x {length}{about}", f"{seconds * 1e6:.1f} us a layer"
+        target.recorder.figure(
+            f"{key}: share of bandwidth", num_bytes / rates.bandwidth / seconds, "", detail
+        )
+        if target.is_rehearsal:
+            break

@@ -101,8 +101,9 @@ def _draw_scenes(target: Target, dtype: torch.dtype, group: Group) -> Iterator[t
     lengths = SMALL_LENGTHS if target.is_rehearsal else LENGTHS
     for num_heads, num_kv_heads, head_dim in group.heads:
         shape = Shape(1, 64, num_heads, num_kv_heads, head_dim, 64, 64)
-        label = f"{num_heads}/{num_kv_heads} x {head_dim}"
-        yield label, draw_scene(target, shape, len(lengths), max(lengths), dtype)
+        for cache_type in (None, torch.float8_e4m3fn):
+            label = f"{num_heads}/{num_kv_heads} x {head_dim}" + (" fp8" if cache_type else "")
+            yield label, draw_scene(target, shape, len(lengths), max(lengths), dtype, cache_type)
 
 
 def _scorings(scene: Scene) -> Iterator[tuple[str, Scoring]]:
@@ -157,7 +158,7 @@ def _draw_tiles(scene: Scene, scoring: Scoring) -> Input:
 def _draw_turn(scene: Scene, head_norm: bool) -> Input:
     shape, device, num_tokens = scene.shape, scene.keys.device, 67
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    qkv = torch.randn(num_tokens, width, device=device).to(scene.keys.dtype)
+    qkv = torch.randn(num_tokens, width, device=device).to(scene.dtype)
     angles = torch.randn(2, num_tokens, shape.head_dim // 2, device=device)
     weights = torch.randn(2, shape.head_dim, device=device).unbind()
     norm = HeadNorm(*weights, 1e-6) if head_norm else None

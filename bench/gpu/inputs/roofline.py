@@ -37,16 +37,18 @@ def weight_bytes(shape: Shape) -> int:
     return BYTES * (shape.num_layers * each + shape.vocab_size * shape.hidden_size)
 
 
-def kv_bytes(shape: Shape, num_tokens: int) -> int:
-    """Return the bytes of the keys and values of cached tokens."""
-    return 2 * BYTES * num_tokens * shape.num_kv_heads * shape.head_dim * shape.num_layers
+def kv_bytes(shape: Shape, num_tokens: int, itemsize: int = BYTES) -> int:
+    """Return the bytes of the keys and values of cached tokens, numbers of `itemsize` bytes."""
+    return 2 * itemsize * num_tokens * shape.num_kv_heads * shape.head_dim * shape.num_layers
 
 
-def decode_seconds(shape: Shape, num_rows: int, context: int, rates: Rates) -> float:
+def decode_seconds(
+    shape: Shape, num_rows: int, context: int, rates: Rates, cache_itemsize: int = BYTES
+) -> float:
     linears = sum(linear_seconds(num_rows, matrix, rates) for matrix in list_linears(shape))
     head = linear_seconds(num_rows, (shape.vocab_size, shape.hidden_size), rates)
     logits = 4 * num_rows * shape.vocab_size / rates.bandwidth
-    cache = kv_bytes(shape, num_rows * context) / rates.bandwidth
+    cache = kv_bytes(shape, num_rows * context, cache_itemsize) / rates.bandwidth
     return shape.num_layers * linears + head + logits + cache
 
 

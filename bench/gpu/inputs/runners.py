@@ -40,10 +40,11 @@ def load_runner(
     layout: CodeLayout | None = None,
     has_adapters: bool = False,
     has_drafts: bool = False,
+    cache_type: torch.dtype = torch.bfloat16,
 ) -> DeviceModelRunner:
     """Return a runner without captured steps. Linear layers have codes of a layout, or bfloat16 weights.
     Adapters, if there are any, are random ones of any digest. With `has_drafts`, captured steps verify
-    drafts."""
+    drafts. Keys and values have `cache_type`."""
     kernels, dtype = choose_kernels(target), torch.bfloat16
     if has_adapters:  # a fallback does not read the table of adapters
         kernels = replace(kernels, add_low_rank=load_kernels(target).add_low_rank)
@@ -51,7 +52,7 @@ def load_runner(
     max_rows = 2 if target.is_rehearsal else MAX_ROWS
     num_blocks = max_rows * -(-(CONTEXT + MAX_NEW) // BLOCK_SIZE)
     heads = shape.num_kv_heads, shape.head_dim
-    cache = KVCache(shape.num_layers, num_blocks + 1, BLOCK_SIZE, *heads, dtype, target.device)
+    cache = KVCache(shape.num_layers, num_blocks + 1, BLOCK_SIZE, *heads, cache_type, target.device)
     info = pb.InfoResponse(
         vocab_size=shape.vocab_size, block_size=BLOCK_SIZE, num_blocks=num_blocks, world_size=1
     )

@@ -26,6 +26,7 @@ class Scene:
     keys: Tensor  # [num_blocks, num_kv_heads, BLOCK_SIZE, head_dim]
     values: Tensor
     block_tables: Tensor  # int32 [num_rows, max_blocks]
+    dtype: torch.dtype  # of queries
 
     @property
     def scoring(self) -> Scoring:
@@ -54,15 +55,25 @@ class Scene:
         return out
 
 
-def draw_scene(target: Target, shape: Shape, num_rows: int, length: int, dtype: torch.dtype) -> Scene:
+def draw_scene(
+    target: Target,
+    shape: Shape,
+    num_rows: int,
+    length: int,
+    dtype: torch.dtype,
+    cache_type: torch.dtype | None = None,
+) -> Scene:
+    """Return a scene whose cache has the type of queries, or `cache_type`."""
     width = -(-length // BLOCK_SIZE)
     size = (num_rows * width, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-    keys, values = (torch.randn(size, device=target.device, dtype=dtype) for _ in range(2))
+    keys, values = (
+        torch.randn(size, device=target.device, dtype=dtype).to(cache_type or dtype) for _ in range(2)
+    )
     order = torch.randperm(num_rows * width, device=target.device)
-    return Scene(shape, length, keys, values, order.int().view(num_rows, width))
+    return Scene(shape, length, keys, values, order.int().view(num_rows, width), dtype)
 
 
 def draw_queries(scene: Scene, count: int) -> Tensor:
     """Return random queries, [count, num_heads, head_dim]."""
     size = (count, scene.shape.num_heads, scene.shape.head_dim)
-    return torch.randn(size, device=scene.keys.device, dtype=scene.keys.dtype)
+    return torch.randn(size, device=scene.keys.device, dtype=scene.dtype)

@@ -17,6 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.cuda.capturing_device import CapturingDevice
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
 from tests.support.shard.attention_scene import round_stored
@@ -25,8 +26,11 @@ from tests.support.shard.driver import Request, Router, check_company, configure
 from tests.support.shard.family_cases.encoder_decoders import CASES
 from tests.support.shard.ranks import ALONE
 from tests.support.shard.stepping import read_config
+from tgis.pb import shard_pb2 as pb
 from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.startup.cache_type import find_float8
+from tgis.shard.startup.cuda_platform import find_sizes
 from tgis.shard.startup.load import load, prepare
 from tgis.shard.startup.memory_plan import Demand, MemoryBudget, allocate, plan_blocks
 from tgis.shard.startup.platform import DeviceError
@@ -104,6 +108,26 @@ def test_answers_are_those_of_rounded_keys_and_values(kind: str, framework: str,
     torch.testing.assert_close(torch.tensor(request.logprobs), expected, rtol=0, atol=2e-4)
     for other in ({"fp8_e4m3": E5M2, "fp8_e5m2": E4M3, "int8": E4M3}[kind], torch.float32):
         assert (score(scaled, request, other, SCALES) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.slow)])
+def test_graphs_answer_with_rounded_keys_and_values(kind: str, scaled: Path) -> None:
+    """With the engine for GPUs, whose steps of single tokens are replayed, also those with drafts."""
+    options = {"kv_cache_dtype": kind, "speculate": 3, "cuda_graphs": "4", "max_step_tokens": 16}
+    runner = load(configure(scaled, **options), on=late_platform(CapturingDevice()))
+    assert runner.info.cache_dtype == kind
+    request = Request(list(range(5, 40)), 12, details={"logprobs": True})
+    router = Router(runner)
+    router.run([Request([7, 8, 9], 9), request, Request(list(range(40, 60)), 5)])
+    assert pb.STEP_PATH_GRAPH in {response.path for response in router.responses}
+    expected = score(scaled, request, TYPES[kind], SCALES)
+    torch.testing.assert_close(torch.tensor(request.logprobs), expected, rtol=0, atol=2e-4)
+
+
+def test_a_gpu_s_kernels_are_checked_with_the_cache_s_type(scaled: Path) -> None:
+    spec = prepare(configure(scaled)).choice.spec
+    for option, expected in (("auto", None), ("int8", None), ("fp8", E4M3), ("fp8_e5m2", E5M2)):
+        assert find_sizes(spec, 1, cache_type=find_float8(option)).cache_types == (expected,)
 
 
 def test_without_scales_they_are_1(model_path: Path, scaled: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,11 +216,11 @@ def test_a_checkpoint_made_for_the_option_is_logged(scaled: Path, tmp_path: Path
 
 def test_unsupported_engines_refuse_the_option(model_path: Path) -> None:
     on = replace(late_platform(LateDevice()), device=torch.device("cuda", 0))
-    for kind in ("fp8", "int8"):
-        with pytest.raises(DeviceError) as refused:
-            prepare(configure(model_path, kv_cache_dtype=kind), on)
-        text = f"--kv-cache-dtype {kind} works only on the CPU: remove the option, or set --device cpu"
-        assert str(refused.value) == text
+    with pytest.raises(DeviceError) as refused:
+        prepare(configure(model_path, kv_cache_dtype="int8"), on)
+    text = "--kv-cache-dtype int8 works only on the CPU: remove the option, set fp8_e4m3, or set --device cpu"
+    assert str(refused.value) == text
+    assert prepare(configure(model_path, kv_cache_dtype="fp8"), on).cache_type.dtype == E4M3
     framework = "hf_optimum_ort"
     with pytest.raises(UnsupportedModelError) as unserved:
         prepare(configure(ONNX_MODEL, kv_cache_dtype="fp8_e5m2", deployment_framework=framework))

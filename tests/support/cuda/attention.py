@@ -12,6 +12,7 @@ from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cuda.attention import CudaAttention, QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import Segments, count_segments
+from tgis.shard.memory.kv_cache import UNSCALED, CacheScale
 
 KERNELS: dict[str, Callable[[], Implementations]] = {"kernel": interpreted, "twin": Implementations.plain}
 
@@ -19,17 +20,29 @@ KERNELS: dict[str, Callable[[], Implementations]] = {"kernel": interpreted, "twi
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
+# Types of queries to a cache of 8-bit floats.
+QUERIES = {torch.float8_e4m3fn: torch.bfloat16, torch.float8_e5m2: torch.float16}
+
+
 class CudaScene(Scene):
-    """Scene whose queries have the cache's type. The rows of its block tables end with a block of NaN."""
+    """Scene whose queries have the cache's type, or a type of QUERIES, unless it is given. The rows of its
+    block tables end with a block of NaN."""
 
     attention: CudaAttention
 
-    def __init__(self, shape: Shape, lengths: list[int], kernels: Implementations):
-        super().__init__(shape, lengths)
+    def __init__(
+        self,
+        shape: Shape,
+        lengths: list[int],
+        kernels: Implementations,
+        dtype: torch.dtype | None = None,
+        scale: CacheScale = UNSCALED,
+    ):
+        super().__init__(shape, lengths, scale=scale)
         self.kernels, self.group = kernels, shape.num_heads // shape.num_kv_heads
         self.attention = CudaAttention(self.cache, kernels, self.group)
         self.write_all()
-        self.q = self.q.to(shape.dtype)
+        self.q = self.q.to(dtype or QUERIES.get(shape.dtype, shape.dtype))
         blocks = set(range(self.cache.keys.shape[1]))
         poison = blocks.difference(*self.tables).pop()
         num_used = [-(-length // shape.block_size) for length in lengths]
@@ -52,7 +65,8 @@ class CudaScene(Scene):
         segments = Segments(rows.contiguous(), lengths.contiguous(), starts)
         self.check_scoring(scoring)
         with poisoned_memory():
-            return self.kernels.attend_segments(q, *self.where, segments, int(lengths.max()), scoring)
+            longest, scale = int(lengths.max()), self.cache.scales[0]
+            return self.kernels.attend_segments(q, *self.where, segments, longest, scoring, scale)
 
     def attend_spans(self, work: Sequence[tuple[int, int, int]], scoring: Scoring) -> list[Tensor]:
         """Attend with the tokens [start, end) of each (sequence, start, end)."""
@@ -65,7 +79,8 @@ class CudaScene(Scene):
         out = torch.full_like(q, torch.nan)
         longest = max(end for _, _, end in work)
         self.check_scoring(scoring)
-        self.kernels.attend_tiles(q, *self.where, tiles, longest, scoring, out)
+        scale = self.cache.scales[0]
+        self.kernels.attend_tiles(q, *self.where, tiles, longest, scoring, out, scale)
         return list(out.split([span.num_tokens for span in spans]))
 
     def check_last(self, work: Sequence[tuple[int, int]], scoring: Scoring) -> None:
@@ -85,5 +100,5 @@ class CudaScene(Scene):
             assert of_heads is None or len(of_heads) == self.shape.num_heads
 
     def check_near(self, actual: Tensor, expected: Tensor) -> None:
-        assert actual.dtype == self.shape.dtype
-        torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=TOLERANCES[self.shape.dtype])
+        assert actual.dtype == self.q.dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=TOLERANCES[self.q.dtype])

@@ -71,8 +71,9 @@ def _correct() -> None:
     nearest bfloat16, as GPUs do. NumPy 2.4 does not accept an array with one element as an index. Triton's
     own functions, such as max, were imported for compilation and cannot be called; they use the language
     through tl.core, so a launch must replace that too. Overflow yields infinity, as on GPUs, without a
-    warning. Every operation looks up types in a new table, so the look-up is cached. Every operation on
-    integers also computes whether it overflows, for an assertion that only the debug mode makes."""
+    warning. It reads NaN of e4m3 as 480. Every operation looks up types in a new table, so the look-up is
+    cached. Every operation on integers also computes whether it overflows, for an assertion that only the
+    debug mode makes."""
     patch, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
     convert, find_type = interpreter._convert_float, cache(interpreter._get_np_dtype)
     patch_lang, whole_language = (
@@ -97,6 +98,9 @@ def _correct() -> None:
         if (source, target) == (tl.float32, tl.bfloat16):
             rounded = torch.from_numpy(np.ascontiguousarray(x, np.float32)).bfloat16()
             return rounded.view(torch.uint16).numpy()
+        if (source, target) == (tl.float8e4nv, tl.float16):
+            codes = torch.from_numpy(np.ascontiguousarray(x).view(np.uint8))
+            return codes.view(torch.float8_e4m3fn).half().view(torch.uint16).numpy()
         return convert(x, source, target, rounding_mode)
 
     def find_scalar_type(dtype: Any) -> Any:

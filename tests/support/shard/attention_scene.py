@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.support.shard.stepping import make_layout
 from tgis.shard.attention.interface import Attention, AttentionPlan, Scoring, StepLayout
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
-from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.memory.kv_cache import UNSCALED, CacheScale, KVCache
 
 PLAIN = Scoring(scale=0.3)
 
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 class Scene:
     """Sequences of random queries, keys and values in a cache whose other slots contain NaN."""
 
-    def __init__(self, shape: Shape, lengths: list[int], num_layers: int = 1):
+    def __init__(self, shape: Shape, lengths: list[int], num_layers: int = 1, scale: CacheScale = UNSCALED):
         torch.manual_seed(0)
         self.shape, self.lengths = shape, lengths
         total = sum(lengths)
@@ -55,7 +55,7 @@ class Scene:
         num_blocks = per_sequence * len(lengths) + 1
         self.tables = torch.randperm(num_blocks)[:-1].view(len(lengths), per_sequence).tolist()
         sizes = (num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = KVCache(*sizes, shape.dtype)
+        self.cache = KVCache(*sizes, shape.dtype, scales=[scale] * num_layers)
         for pages in (self.cache.keys, self.cache.values):
             # Of integers, the scales become NaN.
             (pages if shape.dtype.is_floating_point else pages.view(torch.float32)).fill_(torch.nan)
@@ -86,8 +86,10 @@ class Scene:
         rows = self.rows(sequence, 0, end)
         group = self.shape.num_heads // self.shape.num_kv_heads
         dtype = self.shape.dtype
+        scaled = zip((self.k, self.v), self.cache.scales[0], strict=True)
         k, v = (
-            round_stored(x[rows], dtype, x is self.k).repeat_interleave(group, 1) for x in (self.k, self.v)
+            (round_stored(x[rows] / scale, dtype, x is self.k) * scale).repeat_interleave(group, 1)
+            for x, scale in scaled
         )
         q = self.q[self.rows(sequence, start, end)].double()
         scores = torch.einsum("qhd,khd->hqk", q, k) * scoring.scale

@@ -94,6 +94,9 @@ class CacheScale(NamedTuple):
     value: float = 1.0
 
 
+UNSCALED = CacheScale()
+
+
 class KVCache:
     """Keys and values, in pages whose layout the attention backend defines. Keys and values of an 8-bit type
     are divided by `scales`, which has one entry per layer; 8-bit integers have scales of their own in the
@@ -120,7 +123,7 @@ class KVCache:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
-        self.scales = list(scales) or [CacheScale()] * num_layers
+        self.scales = list(scales) or [UNSCALED] * num_layers
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

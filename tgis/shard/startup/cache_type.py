@@ -32,6 +32,11 @@ class CacheType:
     scales: Sequence[CacheScale] = ()  # one per layer, or empty
 
 
+def find_float8(option: str) -> torch.dtype | None:
+    """Return the 8-bit float that `--kv-cache-dtype` sets, or None if it sets none."""
+    return FLOAT8.get(CACHE_TYPES[option] or "")
+
+
 def choose_cache_type(
     config: ShardConfig, settings: Mapping[str, Any], choice: Choice, on: Platform, dtype_name: str
 ) -> CacheType:
@@ -43,7 +48,7 @@ def choose_cache_type(
     if name is None:
         if on.cache_dtype is not None:
             [dtype_name] = [each for each, dtype in DTYPES.items() if dtype == on.cache_dtype]
-        if _was_made_for_float8(settings, directory) and on.device.type == "cpu":
+        if _was_made_for_float8(settings, directory):
             logger.info(
                 "the KV cache uses %s; the checkpoint is calibrated for 8 bits, which "
                 "--kv-cache-dtype fp8_e4m3 selects",
@@ -54,12 +59,12 @@ def choose_cache_type(
         raise UnsupportedModelError(
             f"--kv-cache-dtype {config.kv_cache_dtype} does not support {ONNX}: remove the option"
         )
-    if on.device.type != "cpu":
-        raise DeviceError(
-            f"--kv-cache-dtype {config.kv_cache_dtype} works only on the CPU: remove the option, or set "
-            "--device cpu"
-        )
     if name in INT8:
+        if on.device.type != "cpu":
+            raise DeviceError(
+                f"--kv-cache-dtype {name} works only on the CPU: remove the option, set fp8_e4m3, or set "
+                "--device cpu"
+            )
         logger.info("the KV cache uses %s with a scale for each token and head", name)
         return CacheType(name, INT8[name])
     return CacheType(name, FLOAT8[name], _read_scales(name, directory, choice))

@@ -72,19 +72,20 @@ def make_platform(
     multiplies_int8: bool = False,
     multiplies_codes: bool = False,
     layout: CodeLayout | None = None,
+    cache_type: torch.dtype | None = None,
 ) -> Platform:
     """Return the platform of a device. Compiled code is stored in `kernel_cache` if there is no better
     directory. The process may use `memory_fraction` of a GPU's memory. A GPU's kernels are checked for
-    weights of `dtype` (None: the 16-bit types), for codes of `layout`, and for a rank's share of the model
-    `spec`. A CPU's matrix products use `cpu_arithmetic`; products with codes round activations if
-    `rounds_activations` is set, and AMX is used if it is available and `may_use_amx` is set, in int8 products
-    if the model `multiplies_int8`, and in products with other codes if it `multiplies_codes`. Raises
-    DeviceError."""
+    weights of `dtype` (None: the 16-bit types), for codes of `layout`, for a cache of `cache_type` (None: the
+    weights' type), and for a rank's share of the model `spec`. A CPU's matrix products use `cpu_arithmetic`;
+    products with codes round activations if `rounds_activations` is set, and AMX is used if it is available
+    and `may_use_amx` is set, in int8 products if the model `multiplies_int8`, and in products with other
+    codes if it `multiplies_codes`. Raises DeviceError."""
     if device.type == "cuda":
         from tgis.shard.startup.cuda_platform import on_cuda
 
         assert spec is not None, "GPU kernels are compiled for a model"
-        return on_cuda(device, kernel_cache, memory_fraction, dtype, spec, num_ranks, layout)
+        return on_cuda(device, kernel_cache, memory_fraction, dtype, spec, num_ranks, layout, cache_type)
     from tgis.shard.startup.cpu_platform import on_cpu
 
     multiplies = (multiplies_int8, multiplies_codes)

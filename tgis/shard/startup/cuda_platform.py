@@ -42,14 +42,16 @@ def on_cuda(
     spec: ModelSpec,
     num_ranks: int,
     layout: CodeLayout | None = None,
+    cache_type: torch.dtype | None = None,
 ) -> Platform:
     """Return the platform of a GPU for a rank's share of a model, whose weights may have codes of this
-    `layout`, and make the GPU torch's current device. Raises DeviceError."""
+    `layout`, and whose cache may have a type of its own. The GPU becomes torch's current device. Raises
+    DeviceError."""
     memory = _open(device, memory_fraction)
     use_cache(kernel_cache)
     configure_products()
     dtypes = DTYPES if dtype is None else (dtype,)
-    implementations = choose_implementations(device, dtypes, find_sizes(spec, num_ranks, layout))
+    implementations = choose_implementations(device, dtypes, find_sizes(spec, num_ranks, layout, cache_type))
     stream = CudaStream(device)
     return Platform(
         device=device,
@@ -73,8 +75,13 @@ def configure_products() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def find_sizes(spec: ModelSpec, num_ranks: int, layout: CodeLayout | None = None) -> KernelSizes:
-    """Return the sizes and the layout of codes for which a rank's kernels are compiled."""
+def find_sizes(
+    spec: ModelSpec,
+    num_ranks: int,
+    layout: CodeLayout | None = None,
+    cache_type: torch.dtype | None = None,
+) -> KernelSizes:
+    """Return the sizes and types for which a rank's kernels are compiled."""
     codes = () if layout is None or not can_pack(layout) else (layout,)
     layers = spec.decoder if isinstance(spec, EncoderDecoderSpec) else spec
     if isinstance(layers, WholeModelSpec):  # torch computes everything but attention and sampling
@@ -89,7 +96,7 @@ def find_sizes(spec: ModelSpec, num_ranks: int, layout: CodeLayout | None = None
             codes=(),
         )
     if not isinstance(layers, LayerSpec):
-        return replace(SMALL, codes=codes)
+        return replace(SMALL, codes=codes, cache_types=(cache_type,))
     state = find_state_shape(spec, num_ranks)
     heads = layers if layers.num_heads else SMALL  # a model without attention launches no such kernels
     return KernelSizes(
@@ -102,6 +109,7 @@ def find_sizes(spec: ModelSpec, num_ranks: int, layout: CodeLayout | None = None
         states=None if state is None else state.sizes,
         experts=_find_experts(layers, num_ranks),
         codes=codes,
+        cache_types=(cache_type,),
     )
 
 

@@ -52,7 +52,7 @@ from tgis.shard.speculators.registry import (
 )
 from tgis.shard.startup import choose_platform, engine_choice, memory_plan
 from tgis.shard.startup.cache_size import CacheSizing
-from tgis.shard.startup.cache_type import CacheType, choose_cache_type
+from tgis.shard.startup.cache_type import CacheType, choose_cache_type, find_float8
 from tgis.shard.startup.cpu_placement import place_threads
 from tgis.shard.startup.engine_choice import TRANSFORMERS, Choice
 from tgis.shard.startup.memory_plan import GIB, KIB, MIB, Demand, MemoryBudget
@@ -553,6 +553,7 @@ def _make_platform(
         multiplies_int8,
         multiplies_codes,
         layout,
+        find_float8(config.kv_cache_dtype),
     )
 
 

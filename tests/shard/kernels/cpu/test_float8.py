@@ -8,35 +8,21 @@ import torch
 from torch import Tensor
 
 from tests.support.shard.attention_scene import PLAIN, Scene, Shape
+from tests.support.shard.float8_numbers import (
+    E4M3,
+    E5M2,
+    HEAD_DIM,
+    LARGEST,
+    finite_codes,
+    hard_numbers,
+    round_as_torch,
+)
 from tests.support.shard.stepping import make_layout
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import CacheScale, KVCache
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2])
-HEAD_DIM, BLOCK_SIZE = 64, 16
-
-
-def all_codes(dtype: torch.dtype) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
-
-
-def finite_codes(dtype: torch.dtype) -> Tensor:
-    codes = all_codes(dtype)
-    return codes[codes.isfinite()]
-
-
-def hard_numbers(dtype: torch.dtype) -> Tensor:
-    """Return every bfloat16, every number of the type, and the midpoints between them with their
-    neighbours."""
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    exact = finite_codes(dtype).sort().values
-    between = (exact[1:] + exact[:-1]) / 2
-    infinity = torch.tensor(torch.inf)
-    borders = [between, between.nextafter(infinity), between.nextafter(-infinity)]
-    result = torch.cat([every, exact, *borders, torch.tensor([1e-40, -1e-40, 449.0, 464.0, 465.0, 6e4, 7e4])])
-    return torch.cat([result, torch.zeros(-len(result) % HEAD_DIM)])
+BLOCK_SIZE = 16
 
 
 def write(dtype: torch.dtype, k: Tensor, v: Tensor, scale: CacheScale | None = None) -> KVCache:
@@ -54,11 +40,6 @@ def stored(cache: KVCache, num_tokens: int) -> tuple[Tensor, Tensor]:
     keys = cache.keys[0].view(torch.uint8).view(-1, HEAD_DIM, BLOCK_SIZE).transpose(1, 2)
     values = cache.values[0].view(torch.uint8).view(-1, HEAD_DIM)
     return tuple(x.reshape(-1, HEAD_DIM)[:num_tokens] for x in (keys, values))
-
-
-def round_as_torch(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the codes of torch's own rounding, which does not saturate."""
-    return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).view(torch.uint8)
 
 
 @DTYPES

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from tests.support.shard.products import check_not_finite, check_replay
 from tgis.shard.checkpoint.tensors import TensorInMemory
-from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.gemm.inner_loop import BLOCK, MANY_ROWS, ROWS
 from tgis.shard.kernels.cpu.gemm.many_rows import MAX_ROWS
-from tgis.shard.kernels.cpu.gemm.panels import PANEL, Arena
+from tgis.shard.kernels.cpu.gemm.panels import PANEL
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -199,17 +198,6 @@ def test_bfloat16_keeps_its_range(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_infinity_and_nan_stay_in_their_row(dtype: torch.dtype) -> None:
     check_not_finite(gemm.pack(TensorInMemory(torch.randn(40, 20), "a weight"), dtype), torch.randn(9, 20))
-
-
-def test_memory_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "_CHUNK", 4096)
-    arena = Arena()
-    parts = [arena.allocate(num_bytes) for num_bytes in (100, 1, 64, 5000, 3000, 2000)]
-    for i, part in enumerate(parts):
-        assert part.data_ptr() % 64 == 0
-        assert not part.any(), "not zero, or overlapping"
-        part.fill_(i + 1)
-    assert [part.unique().tolist() for part in parts] == [[i + 1] for i in range(len(parts))]
 
 
 def test_weights_are_read_a_few_rows_at_a_time(

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.cuda.attention import KERNELS, CudaScene
 from tests.support.cuda.interpreter import interpreted_modules
-from tests.support.shard.attention_scene import PLAIN, SCORINGS, SHAPES, Shape
+from tests.support.shard.attention_scene import FLOAT8_SHAPES, PLAIN, SCORINGS, SHAPES, Shape
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cuda import step_state
 from tgis.shard.kernels.cuda.attend_segments import max_segments
@@ -22,9 +22,10 @@ MORE_SHAPES = {
     "more_share_than_a_tile": Shape(num_heads=130, num_kv_heads=1, head_dim=16, dtype=torch.float16),
     "each_its_own": Shape(num_heads=3, num_kv_heads=3, head_dim=96, dtype=torch.bfloat16),
 }
+SLOW = {"more_share_than_a_tile", "e5m2", "e4m3_wide", "e4m3_odd_sizes"}
 ALL_SHAPES = [
-    pytest.param(shape, id=name, marks=[pytest.mark.slow] if name == "more_share_than_a_tile" else [])
-    for name, shape in (SHAPES | MORE_SHAPES).items()
+    pytest.param(shape, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+    for name, shape in (SHAPES | MORE_SHAPES | FLOAT8_SHAPES).items()
 ]
 BENT = replace(PLAIN, **SCORINGS["all"])
 SIX = {"slopes": torch.linspace(0.01, 0.3, 6), "bias": torch.linspace(-1, 1, 6 * 5).view(6, 5)}

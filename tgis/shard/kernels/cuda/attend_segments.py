@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cuda import step_state
+from tgis.shard.kernels.cuda.functions.float8 import Float8Form, as_bytes
 from tgis.shard.kernels.cuda.functions.processors import count_processors, find_capability
 from tgis.shard.kernels.cuda.functions.scoring import (
     ScoreArguments,
@@ -19,6 +20,7 @@ from tgis.shard.kernels.cuda.functions.scoring import (
 )
 from tgis.shard.kernels.cuda.step_state import Segments
 from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
+from tgis.shard.memory.kv_cache import UNSCALED, CacheScale
 
 NUM_WARPS, NUM_STAGES = 4, 3
 REGISTERS = 1 << 16  # registers per multiprocessor
@@ -40,7 +42,7 @@ def choose_sizes(group: int, keys: Tensor) -> tuple[Sizes, int]:
     width = max(16, triton.next_power_of_2(head_dim))
     rows = max(16, triton.next_power_of_2(group))
     num_keys = max(16, min(64, (1 << 14) // (width * keys.element_size())))
-    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys)
+    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys, Float8Form.of(keys))
     capability = find_capability(keys.device)
     # For some numbers of heads, the compiler needs more registers than three wide programs leave.
     needs_more = width == 128 and (group == 2 or capability >= 100)
@@ -156,6 +158,7 @@ def merge_segments_kernel(
     window,
     chunk,
     sinks,
+    value_scale,
     SIZES: tl.constexpr,
     SEGMENT_LEN: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
@@ -189,6 +192,8 @@ def merge_segments_kernel(
     if sinks is not None:
         mass = add_sinks(mass, best, sinks, head)
     y = acc / tl.where(mass > 0, mass, 1.0)
+    if value_scale is not None:
+        y *= value_scale
     place = (tl.cast(seq, tl.int64) * num_heads + head) * SIZES.head_dim + channel
     tl.store(out + place, y.to(out.dtype.element_ty), mask=channel < SIZES.head_dim)
 
@@ -201,12 +206,13 @@ def launch(
     segments: Segments,
     max_seq_len: int,
     scoring: Scoring,
+    stored: CacheScale = UNSCALED,
 ) -> Tensor:
     """Return the attention of q, contiguous [num_seqs, num_heads, head_dim], with the same shape and type.
 
     keys, values: [num_blocks, num_kv_heads, block_size, head_dim], one layer of the cache. Causal queries are
     the last tokens of their sequences; others attend to the whole sequence. No sequence is longer than
-    `max_seq_len`."""
+    `max_seq_len`. Keys and values may have 8 bits, with the divisors `stored`."""
     num_seqs, num_heads, head_dim = q.shape
     assert are_addressable(q, keys, values, block_tables)
     out = torch.empty_like(q)
@@ -218,8 +224,8 @@ def launch(
     sizes, per_processor = choose_sizes(num_heads // keys.shape[1], keys)
     constants = sizes, step_state.SEGMENT_LEN, step_state.MAX_SEGMENTS
     count = min(per_processor * count_processors(q.device), max_work * sizes.num_kv_heads)
-    score = ScoreArguments.of(scoring)
-    pages = keys, values, block_tables
+    score = ScoreArguments.of(scoring, keys, stored)
+    pages = as_bytes(keys), as_bytes(values), block_tables
     numbers = num_seqs, count, block_tables.stride(0)
     # The compiler may use all registers that this number of programs leaves to each thread.
     max_registers = REGISTERS // (32 * NUM_WARPS * per_processor) // 8 * 8
@@ -227,7 +233,7 @@ def launch(
     attend_segments_kernel[(count,)](q, *pages, *segments, parts, *numbers, score, *constants, **options)
     lengths = segments.seq_lens, segments.work_starts
     merge_segments_kernel[num_seqs, num_heads](
-        *(*lengths, parts, out, score.window, score.chunk, score.sinks),
+        *(*lengths, parts, out, score.window, score.chunk, score.sinks, score.value_scale),
         *constants,
         TOGETHER,
         num_warps=1,
@@ -243,6 +249,7 @@ def plain(
     segments: Segments,
     max_seq_len: int,
     scoring: Scoring,
+    stored: CacheScale = UNSCALED,
 ) -> Tensor:
     num_blocks = -(-max_seq_len // keys.shape[2])
     count = max(1, KEYS // max(1, max_seq_len))  # sequences computed at once
@@ -252,5 +259,6 @@ def plain(
         lengths = segments.seq_lens[some].long().unsqueeze(1)  # [n, 1]
         blocks = block_tables[segments.rows[some].long(), :num_blocks].long()
         piece = Piece(torch.arange(len(lengths), device=q.device).unsqueeze(1), lengths - 1, lengths, blocks)
-        parts.append(attend_piece(q[some].unsqueeze(1), keys, values, piece, scoring).squeeze(1))
+        y = attend_piece(q[some].unsqueeze(1), keys, values, piece, scoring, stored)
+        parts.append(y.squeeze(1))
     return torch.cat(parts)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
+from tgis.shard.kernels.cuda.functions.float8 import FLOAT8_TYPES, Float8Form, as_bytes
 from tgis.shard.kernels.cuda.functions.processors import find_capability
 from tgis.shard.kernels.cuda.functions.scoring import (
     ScoreArguments,
@@ -16,6 +17,7 @@ from tgis.shard.kernels.cuda.functions.scoring import (
     begin_softmax,
 )
 from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
+from tgis.shard.memory.kv_cache import UNSCALED, CacheScale
 
 QUERIES = 128  # maximum rows of a tile: tokens times query heads per key/value head
 
@@ -25,15 +27,16 @@ def tile_tokens(group_size: int) -> int:
     return max(1, QUERIES // group_size)
 
 
-def choose_sizes(group: int, keys: Tensor, scoring: Scoring) -> tuple[Sizes, dict[str, int]]:
+def choose_sizes(q: Tensor, keys: Tensor, scoring: Scoring) -> tuple[Sizes, dict[str, int]]:
     """Return the sizes of a program and its compiler options. Larger programs run out of registers."""
     _, num_kv_heads, block_size, head_dim = keys.shape
+    group = q.shape[1] // num_kv_heads
     width = max(16, triton.next_power_of_2(head_dim))
     has_bias = scoring.bias is not None
     # 9.x and 10.x multiply from shared memory, and have 227 KB of it; others have 99 KB at least.
     capability = find_capability(keys.device)
     has_much_memory = 90 <= capability < 120
-    if keys.dtype == torch.float32:  # not for tensor cores: threads hold whole rows of operands
+    if q.dtype == torch.float32:  # not for tensor cores: threads hold whole rows of operands
         rows, num_keys, num_warps = (64, 32, 8) if width <= 64 else (16, 16, 4)
     else:
         is_wide = width > (128 if has_much_memory else 64)
@@ -42,11 +45,12 @@ def choose_sizes(group: int, keys: Tensor, scoring: Scoring) -> tuple[Sizes, dic
         is_narrow = width <= 64 and capability >= 100 and scoring.window is not None
         num_keys = 32 if is_wide or has_bias or is_narrow else 64
         num_warps = 8
-        if width > 128 and (has_bias or not has_much_memory):
+        # The conversion of 8-bit floats takes registers, too.
+        if width > 128 and (has_bias or not has_much_memory or keys.dtype in FLOAT8_TYPES):
             rows = 64
         elif is_wide and not has_much_memory:  # with 8 warps and 128 rows, some registers are spilled
             rows, num_warps = 64, 4
-    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys)
+    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys, Float8Form.of(keys))
     return sizes, {"num_warps": num_warps, "num_stages": 3 if has_much_memory else 2}
 
 
@@ -114,6 +118,8 @@ def attend_tiles_kernel(
     if score.sinks is not None:
         mass = add_sinks(mass, best, score.sinks, heads)
     y = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+    if score.value_scale is not None:
+        y *= score.value_scale
     tl.store(out + place, y.to(out.dtype.element_ty), mask=is_stored)
 
 
@@ -126,6 +132,7 @@ def launch(
     max_seq_len: int,
     scoring: Scoring,
     out: Tensor,
+    stored: CacheScale = UNSCALED,
 ) -> None:
     """Write the attention of the tiles' tokens to their rows of `out`, which has the shape and type of q.
 
@@ -133,24 +140,23 @@ def launch(
     head_dim], one layer of the cache. tiles: int32 [num_tiles, 5]: row in the block tables, first token,
     number of tokens (up to `tile_tokens`; 0: idle tile), position of the first token, and length of the
     sequence (up to `max_seq_len`). Causal queries attend to keys up to their position, others to the whole
-    sequence."""
+    sequence. Keys and values may have 8 bits, with the divisors `stored`."""
     num_kv_heads = keys.shape[1]
     assert are_addressable(q, keys, values, block_tables)
     assert out.is_contiguous()
     assert tiles.is_contiguous()
     if not len(tiles):
         return
-    group = q.shape[1] // num_kv_heads
-    sizes, options = choose_sizes(group, keys, scoring)
-    parts = triton.cdiv(tile_tokens(group) * group, sizes.rows)
+    sizes, options = choose_sizes(q, keys, scoring)
+    parts = triton.cdiv(tile_tokens(sizes.group) * sizes.group, sizes.rows)
     attend_tiles_kernel[num_kv_heads, len(tiles), parts](
         q,
-        keys,
-        values,
+        as_bytes(keys),
+        as_bytes(values),
         block_tables,
         tiles,
         block_tables.stride(0),
-        ScoreArguments.of(scoring),
+        ScoreArguments.of(scoring, keys, stored),
         out,
         sizes,
         scoring.causal,
@@ -167,6 +173,7 @@ def plain(
     max_seq_len: int,
     scoring: Scoring,
     out: Tensor,
+    stored: CacheScale = UNSCALED,
 ) -> None:
     num_blocks = -(-max_seq_len // keys.shape[2])
     place = torch.arange(tile_tokens(q.shape[1] // keys.shape[1]), device=q.device)
@@ -179,6 +186,7 @@ def plain(
         tokens = torch.where(is_token, first + place, len(q))
         blocks = block_tables[row.squeeze(1), :num_blocks].long()
         piece = Piece(tokens, position + place, length, blocks)
-        results[tokens] = attend_piece(q[tokens.clamp(max=len(q) - 1)], keys, values, piece, scoring)
+        some = q[tokens.clamp(max=len(q) - 1)]
+        results[tokens] = attend_piece(some, keys, values, piece, scoring, stored)
         is_written.index_fill_(0, tokens.flatten(), True)
     out.copy_(torch.where(is_written[:-1, None, None], results[:-1], out))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import AttentionKind, AttentionPlan, Heads, Scoring, StepLayout
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
+from tgis.shard.kernels.cuda.functions.float8 import as_bytes
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import Segments, count_segments
 from tgis.shard.kernels.cuda.turn_and_keep import keep
@@ -50,6 +51,7 @@ class CudaAttention:
             pages.view(*pages.shape[:3], cache.block_size, cache.head_dim)
             for pages in (cache.keys, cache.values)
         )
+        self._scales = cache.scales
         self._kernels = kernels
         self._block_size = cache.block_size
         self._device = cache.keys.device
@@ -93,32 +95,38 @@ class CudaAttention:
         scoring: Scoring,
     ) -> Tensor:
         assert isinstance(plan, CudaPlan)
-        q = self._kernels.turn_and_keep(qkv, heads, angles, *self.pages(layer), plan.slot_mapping)
+        stored = self._scales[layer]
+        q = self._kernels.turn_and_keep(qkv, heads, angles, *self.pages(layer), plan.slot_mapping, stored)
         return self.attend(layer, q, plan, scoring)
 
     def keep(self, layer: int, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         assert isinstance(plan, CudaPlan)
-        keep(k, self._keys[layer], plan.slot_mapping)
-        keep(v, self._values[layer], plan.slot_mapping)
+        scale = self._scales[layer]
+        keep(k, self._keys[layer], plan.slot_mapping, scale.key)
+        keep(v, self._values[layer], plan.slot_mapping, scale.value)
 
     def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         assert isinstance(plan, CudaPlan)
         pages = *self.pages(layer), plan.block_tables
-        num_single = len(plan.segments.rows)
+        num_single, stored = len(plan.segments.rows), self._scales[layer]
         if not len(plan.tiles):
-            return self._kernels.attend_segments(q, *pages, plan.segments, plan.max_seq_len, scoring)
+            return self._kernels.attend_segments(q, *pages, plan.segments, plan.max_seq_len, scoring, stored)
         out = torch.empty_like(q)
         if num_single:
             out[:num_single] = self._kernels.attend_segments(
-                q[:num_single], *pages, plan.segments, plan.max_seq_len, scoring
+                q[:num_single], *pages, plan.segments, plan.max_seq_len, scoring, stored
             )
-        self._kernels.attend_tiles(q, *pages, plan.tiles, plan.max_seq_len, scoring, out)
+        self._kernels.attend_tiles(q, *pages, plan.tiles, plan.max_seq_len, scoring, out, stored)
         return out
 
     def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
         blocks = block_table[: -(-seq_len // self._block_size)].long()
-        k, v = (pages[layer][blocks].transpose(0, 1).flatten(1, 2) for pages in (self._keys, self._values))
-        return k[:, :seq_len].float(), v[:, :seq_len].float()
+        k, v = (
+            as_bytes(pages[layer])[blocks].view(pages.dtype).transpose(0, 1).flatten(1, 2).float()
+            for pages in (self._keys, self._values)
+        )
+        scale = self._scales[layer]
+        return k[:, :seq_len] * scale.key, v[:, :seq_len] * scale.value
 
     def _find_slots(self, layout: StepLayout) -> Tensor:
         slots = layout.find_slots(self._block_size)

@@ -6,7 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.shard.attention.interface import Heads
+from tgis.shard.kernels.cuda.functions.float8 import Float8Form, as_bytes, round_plain, round_to_float8
 from tgis.shard.kernels.portable.ops import split_heads
+from tgis.shard.memory.kv_cache import UNSCALED, CacheScale
 
 # Pairs of channels, or unrotated channels, per program. A thread has eight of them, 16 bytes of float16 or
 # bfloat16.
@@ -14,7 +16,13 @@ ITEMS, NUM_WARPS = 512, 2
 
 
 def launch(
-    qkv: Tensor, heads: Heads, angles: Tensor | None, keys: Tensor, values: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    heads: Heads,
+    angles: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+    stored: CacheScale = UNSCALED,
 ) -> Tensor:
     """Write keys and values to the cache. Return the queries, [num_tokens, num_heads, head_dim], in the type
     of qkv.
@@ -22,7 +30,7 @@ def launch(
     qkv: contiguous [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. angles: float32
     [2, num_tokens, half], see `Attention.run`. keys, values: [num_blocks, num_kv_heads, block_size,
     head_dim], one layer of the cache. slot_mapping: int64 [num_tokens], valid slots block * block_size +
-    offset."""
+    offset. Keys and values of 8 bits are divided by `stored`."""
     num_tokens, (block_size, head_dim) = len(qkv), keys.shape[2:]
     half = 0 if angles is None else angles.shape[2]
     assert all(x is None or x.is_contiguous() for x in (qkv, angles, keys, values)), (
@@ -40,8 +48,10 @@ def launch(
         None if norm is None else norm.k_weight,
         slot_mapping,
         queries,
-        keys,
-        values,
+        as_bytes(keys),
+        as_bytes(values),
+        1 / stored.key,
+        1 / stored.value,
         0.0 if norm is None else norm.eps,
         NUM_HEADS=heads.num_heads,
         NUM_KV_HEADS=heads.num_kv_heads,
@@ -49,25 +59,34 @@ def launch(
         HALF=half,
         BLOCK_SIZE=block_size,
         BLOCK_HEADS=block_heads,
+        FLOAT8=Float8Form.of(keys),
         num_warps=NUM_WARPS,
     )
     return queries
 
 
 def plain(
-    qkv: Tensor, heads: Heads, angles: Tensor | None, keys: Tensor, values: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    heads: Heads,
+    angles: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+    stored: CacheScale = UNSCALED,
 ) -> Tensor:
     q, k, v = split_heads(qkv.float(), heads.num_heads, heads.num_kv_heads, angles, heads.norm)
-    keep(k, keys, slot_mapping)
-    keep(v, values, slot_mapping)
+    keep(k, keys, slot_mapping, stored.key)
+    keep(v, values, slot_mapping, stored.value)
     return q.to(qkv.dtype)
 
 
-def keep(fresh: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
-    """Write keys or values, [num_tokens, num_kv_heads, head_dim], to the pages of one layer of the cache."""
+def keep(fresh: Tensor, pages: Tensor, slot_mapping: Tensor, scale: float = 1.0) -> None:
+    """Write keys or values, [num_tokens, num_kv_heads, head_dim], to the pages of one layer of the cache.
+    Those of 8 bits are divided by `scale`."""
     block_size = pages.shape[2]
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
-    pages[blocks, :, slot_mapping % block_size] = fresh.to(pages.dtype)
+    kept = round_plain(fresh, pages.dtype, 1 / scale)
+    as_bytes(pages)[blocks, :, slot_mapping % block_size] = as_bytes(kept)
 
 
 # Programs of a token: first for queries, then for keys, then for values, BLOCK_HEADS heads each.
@@ -81,6 +100,8 @@ def _turn_and_keep(
     queries,
     keys,
     values,
+    key_factor,
+    value_factor,
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -88,6 +109,7 @@ def _turn_and_keep(
     HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     NUM_Q: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -96,7 +118,8 @@ def _turn_and_keep(
     if part < NUM_Q:
         head = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         out = queries + token * (NUM_HEADS * HEAD_DIM)
-        _turn(q, out, HEAD_DIM, head, NUM_HEADS, angles, token, q_weight, eps, HEAD_DIM, HALF)
+        norm = q_weight, eps, 1.0
+        _turn(q, out, HEAD_DIM, head, NUM_HEADS, angles, token, *norm, HEAD_DIM, HALF, None)
     else:
         slot = tl.load(slot_mapping + token)
         page = slot // BLOCK_SIZE * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + slot % BLOCK_SIZE * HEAD_DIM
@@ -104,12 +127,13 @@ def _turn_and_keep(
         k = q + NUM_HEADS * HEAD_DIM
         if part < NUM_Q + NUM_KV:
             head = (part - NUM_Q) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-            out = keys + page
-            _turn(k, out, STRIDE, head, NUM_KV_HEADS, angles, token, k_weight, eps, HEAD_DIM, HALF)
+            norm = k_weight, eps, key_factor
+            _turn(k, keys + page, STRIDE, head, NUM_KV_HEADS, angles, token, *norm, HEAD_DIM, HALF, FLOAT8)
         else:
             head = (part - NUM_Q - NUM_KV) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-            v, out = k + NUM_KV_HEADS * HEAD_DIM, values + page
-            _turn(v, out, STRIDE, head, NUM_KV_HEADS, None, token, None, eps, HEAD_DIM, 0)
+            v = k + NUM_KV_HEADS * HEAD_DIM
+            norm = None, eps, value_factor
+            _turn(v, values + page, STRIDE, head, NUM_KV_HEADS, None, token, *norm, HEAD_DIM, 0, FLOAT8)
 
 
 @triton.jit
@@ -123,8 +147,10 @@ def _turn(
     token,
     weight,
     eps,
+    factor,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):
     """Normalise, rotate and write heads of one token, [BLOCK_HEADS]."""
     REST: tl.constexpr = HEAD_DIM - 2 * HALF  # unrotated channels
@@ -155,7 +181,14 @@ def _turn(
     if HALF > 0:
         cosines = tl.load(angles + token * HALF + i, mask=i < HALF)[None, :]
         sines = tl.load(angles + (tl.num_programs(0) + token) * HALF + i, mask=i < HALF)[None, :]
-        tl.store(out + i[None, :], one * cosines - other * sines, mask=is_pair)
-        tl.store(out + HALF + i[None, :], other * cosines + one * sines, mask=is_pair)
+        turned = one * cosines - other * sines, other * cosines + one * sines
+        tl.store(out + i[None, :], _round(turned[0], factor, FLOAT8), mask=is_pair)
+        tl.store(out + HALF + i[None, :], _round(turned[1], factor, FLOAT8), mask=is_pair)
     if REST > 0:
-        tl.store(out + j[None, :], rest, mask=is_rest)
+        tl.store(out + j[None, :], _round(rest, factor, FLOAT8), mask=is_rest)
+
+
+@triton.jit
+def _round(x, factor, FLOAT8: tl.constexpr):
+    """Return the codes of x * factor, or x if the cache has more than 8 bits."""
+    return x if FLOAT8 is None else round_to_float8(x * factor, FLOAT8)

@@ -2,7 +2,7 @@
 with the same number of new tokens are computed together, within a limit on memory."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import AttentionKind, AttentionPlan, Heads, Scoring, StepLayout
 from tgis.shard.kernels.portable.ops import split_heads
-from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.memory.kv_cache import UNSCALED, CacheScale, KVCache
 
 # Maximum numbers of keys gathered at once, and of pairs of a query and a key scored at once. A single
 # sequence or query may exceed them.
@@ -146,10 +146,14 @@ def _gather(pages: Tensor, piece: Piece) -> Tensor:
     return gathered.masked_fill_((at >= piece.lengths)[:, None, :, None], 0.0)
 
 
-def attend_piece(q: Tensor, keys: Tensor, values: Tensor, piece: Piece, scoring: Scoring) -> Tensor:
+def attend_piece(
+    q: Tensor, keys: Tensor, values: Tensor, piece: Piece, scoring: Scoring, stored: CacheScale = UNSCALED
+) -> Tensor:
     """Return the attention of q, [n, count, num_heads, head_dim], to the pages of one layer, [num_blocks,
-    num_kv_heads, block_size, head_dim], in the shape and type of q."""
-    return _attend(q.float(), _gather(keys, piece), _gather(values, piece), piece, scoring).to(q.dtype)
+    num_kv_heads, block_size, head_dim], in the shape and type of q. `stored` has the divisors of pages."""
+    scoring = replace(scoring, scale=scoring.scale * stored.key)
+    y = _attend(q.float(), _gather(keys, piece), _gather(values, piece), piece, scoring)
+    return (y * stored.value).to(q.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scoring: Scoring) -> Tensor:

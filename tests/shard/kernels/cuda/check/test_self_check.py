@@ -166,6 +166,7 @@ WIDE = KernelSizes(
     states=StateSizes(2, 80, 1, 33, 4),
     experts=ExpertSizes(96, 56),
     codes=SMALL.codes,
+    cache_types=SMALL.cache_types,
 )
 
 

@@ -14,6 +14,7 @@ from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
+from tgis.shard.kernels.cuda.functions.float8 import FLOAT8_TYPES
 from tgis.shard.kernels.cuda.grouped.expert_table import (
     FEW_ROWS,
     MANY_ROWS,
@@ -45,6 +46,7 @@ from tgis.shard.kernels.cuda.step_state import (
 from tgis.shard.layers.lora import Adapter, LowRank
 from tgis.shard.layers.ops import Activation, HeadNorm
 from tgis.shard.layers.states import DeltaNet, Mamba2
+from tgis.shard.memory.kv_cache import UNSCALED, CacheScale
 from tgis.shard.memory.state_cache import StateSizes
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
@@ -72,6 +74,7 @@ class KernelSizes:
     states: StateSizes | None = None  # of recurrent layers, if there are any
     experts: ExpertSizes | None = None
     codes: tuple[CodeLayout, ...] = ()  # layouts of weights, if they are kept as codes
+    cache_types: tuple[torch.dtype | None, ...] = (None,)  # of keys and values; None: type of weights
 
     @property
     def small(self) -> "KernelSizes":
@@ -81,10 +84,16 @@ class KernelSizes:
             states=self.states and SMALL.states,
             experts=self.experts and SMALL.experts,
             codes=self.codes,
+            cache_types=self.cache_types,
         )
 
 
-SMALL = KernelSizes(states=StateSizes(4, 24, 2, 20, 4), experts=ExpertSizes(72, 40), codes=LAYOUTS)
+SMALL = KernelSizes(
+    states=StateSizes(4, 24, 2, 20, 4),
+    experts=ExpertSizes(72, 40),
+    codes=LAYOUTS,
+    cache_types=(None, *FLOAT8_TYPES),
+)
 
 
 class Input(NamedTuple):
@@ -148,9 +157,11 @@ def _turns(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
     norm = HeadNorm(draw.normal(head_dim), draw.normal(head_dim), 1e-6)
     pages = _draw_pages(draw, dtype, sizes)
     slots = draw.permutation(DUMMY_SLOT)[:num_tokens].long()
-    for head_norm in (None, norm):
+    for cache_type, head_norm in itertools.product(sizes.cache_types, (None, norm)):
         heads = Heads(sizes.num_heads, sizes.num_kv_heads, head_norm)
-        yield Input((qkv, heads, angles, *pages, slots), results=(3, 4))
+        kept = (page.to(cache_type or dtype) for page in pages)
+        scale = _find_scale(cache_type)
+        yield Input((qkv, heads, angles, *kept, slots, scale), results=(3, 4))
 
 
 # The scoring of most models, and one with all options.
@@ -168,32 +179,46 @@ def _draw_pages(draw: Draw, dtype: torch.dtype, sizes: KernelSizes) -> tuple[Ten
     return draw.normal(*size, dtype=dtype).unbind()
 
 
-def _draw_cache(draw: Draw, dtype: torch.dtype, sizes: KernelSizes) -> tuple[Tensor, ...]:
-    """Return keys, values and block tables of 3 rows that share no blocks."""
-    return *_draw_pages(draw, dtype, sizes), draw.permutation(NUM_BLOCKS - 1).view(3, -1)
+def _find_scale(cache_type: torch.dtype | None) -> CacheScale:
+    return UNSCALED if cache_type is None else CacheScale(0.5, 2.0)
+
+
+class _DrawnCache(NamedTuple):
+    pages: tuple[Tensor, ...]  # keys, values, and block tables of 3 rows that share no blocks
+    scale: CacheScale
+
+
+def _draw_caches(draw: Draw, dtype: torch.dtype, sizes: KernelSizes) -> list[_DrawnCache]:
+    """Return the same keys and values for each type of the cache."""
+    pages, tables = _draw_pages(draw, dtype, sizes), draw.permutation(NUM_BLOCKS - 1).view(3, -1)
+    return [
+        _DrawnCache((*(page.to(each or dtype) for page in pages), tables), _find_scale(each))
+        for each in sizes.cache_types
+    ]
 
 
 def _segments(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     draw = Draw(device)
     q = draw.normal(4, sizes.num_heads, sizes.head_dim, dtype=dtype)
-    cache = _draw_cache(draw, dtype, sizes)
+    caches = _draw_caches(draw, dtype, sizes)
     seq_lens = draw.integers([1, 300, 0, 17])
     starts = torch.zeros_like(draw.integers([0] * 5))
     starts[1:] = count_segments(seq_lens).cumsum(0)
     segments = Segments(draw.integers([2, 0, 1, 1]), seq_lens, starts)
-    for scoring in _scorings(draw, sizes):
-        yield Input((q, *cache, segments, 320, scoring))
+    for cache, scoring in itertools.product(caches, _scorings(draw, sizes)):
+        yield Input((q, *cache.pages, segments, 320, scoring, cache.scale))
 
 
 def _tiles(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     draw = Draw(device)
     q = draw.normal(39, sizes.num_heads, sizes.head_dim, dtype=dtype)
-    cache = _draw_cache(draw, dtype, sizes)
+    caches = _draw_caches(draw, dtype, sizes)
     spans = QueryTile(2, 1, 37, 40, 77), QueryTile(0, 38, 1, 300, 301)
     cut = cut_tiles(spans, tile_tokens(sizes.num_heads // sizes.num_kv_heads))
     tiles = draw.integers([*cut, QueryTile(1, 0, 0, 0, 0)])
-    for scoring in _scorings(draw, sizes):
-        yield Input((q, *cache, tiles, 320, scoring, torch.ones_like(q)), results=(7,))
+    for cache, scoring in itertools.product(caches, _scorings(draw, sizes)):
+        args = q, *cache.pages, tiles, 320, scoring, torch.ones_like(q), cache.scale
+        yield Input(args, results=(7,))
 
 
 def _steps(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:

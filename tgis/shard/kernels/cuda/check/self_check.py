@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 # Maximum difference, relative to 1 + |expected|, by the type of weights: several times their rounding error;
 # for float32, that of tensor cores. Integers must be equal.
 TOLERANCES = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+# Keys of 8 bits may differ by one step, where the rounding before decides.
+STEPS = {torch.float8_e4m3fn: 2**-3, torch.float8_e5m2: 2**-2}
 
 DTYPES = (torch.bfloat16, torch.float16)  # usual types of weights on GPUs
 
@@ -92,11 +94,12 @@ def _compare(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: fl
             if not torch.equal(result, twin_result):
                 raise _DifferenceError("its integers differ")
             continue
+        limit = max(tolerance, STEPS.get(result.dtype, 0.0))
         result, twin_result = result.double(), twin_result.double()
         differences = (result - twin_result).abs() / (1 + twin_result.abs())
         difference = differences.where(result != twin_result, 0.0).max().item()  # infinities may be equal
-        if not difference <= tolerance:  # also if it is NaN
-            raise _DifferenceError(f"it differs by {difference:.2g}, more than {tolerance:g}")
+        if not difference <= limit:  # also if it is NaN
+            raise _DifferenceError(f"it differs by {difference:.2g}, more than {limit:g}")
 
 
 def _synchronise(device: torch.device) -> None:

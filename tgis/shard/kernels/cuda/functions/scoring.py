@@ -7,6 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
+from tgis.shard.kernels.cuda.functions.float8 import FLOAT8_TYPES, Float8Form, read_float8
+from tgis.shard.memory.kv_cache import CacheScale
 
 # Factor of scores, because the hardware computes powers of 2.
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -22,6 +24,7 @@ class Sizes(NamedTuple):
     width: int  # head_dim, padded to a power of 2
     rows: int  # rows per program: queries times heads
     keys: int  # keys per block
+    float8: Float8Form | None = None  # type of keys and values, if it has 8 bits
 
 
 class ScoreArguments(NamedTuple):
@@ -35,20 +38,26 @@ class ScoreArguments(NamedTuple):
     window: int | None
     chunk: int | None
     sinks: Tensor | None
+    value_scale: float | None  # factor of values of 8 bits
 
     @classmethod
-    def of(cls, scoring: Scoring) -> "ScoreArguments":
+    def of(cls, scoring: Scoring, keys: Tensor, stored: CacheScale) -> "ScoreArguments":
+        """Return the arguments for keys that are stored with these divisors."""
         assert scoring.scale > 0, "a positive scale keeps the order of products"
         assert not scoring.first_key, "only speculators have such caches, and they run on CPUs"
         reach = 0 if scoring.bias is None else scoring.bias.shape[1] // 2
         optional = scoring.soft_cap or None, scoring.slopes, scoring.bias
         limits = scoring.window or None, scoring.chunk or None
-        return cls(scoring.scale, *optional, reach, *limits, scoring.sinks)
+        if keys.dtype not in FLOAT8_TYPES:
+            return cls(scoring.scale, *optional, reach, *limits, scoring.sinks, None)
+        scale = scoring.scale * stored.key
+        return cls(scale, *optional, reach, *limits, scoring.sinks, stored.value)
 
 
 def are_addressable(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor) -> bool:
     """Return True if the tensors have the strides that kernels assume."""
-    assert q.dtype == keys.dtype == values.dtype, "queries, keys and values have one type"
+    assert keys.dtype == values.dtype
+    assert keys.dtype in (q.dtype, *FLOAT8_TYPES), "keys have the type of queries or 8 bits"
     assert keys.shape == values.shape
     return all(x.is_contiguous() for x in (q, keys, values)) and block_tables.stride(1) == 1
 
@@ -131,6 +140,9 @@ def attend_span(
             is_read = is_read & is_seen[:, None]
         k = tl.load(keys + place, mask=is_read, other=0.0)  # [keys, width]
         v = tl.load(values + place, mask=is_read, other=0.0)
+        if SIZES.float8 is not None:
+            k = read_float8(k, SIZES.float8, q.dtype)
+            v = read_float8(v, SIZES.float8, q.dtype)
         following = key + SIZES.keys
         page = tl.load(block_table + following // SIZES.block_size, mask=following < last, other=0)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [rows, keys]

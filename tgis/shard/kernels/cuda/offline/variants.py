@@ -17,6 +17,7 @@ from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, Draw, ExpertSizes, draw_delta, draw_mamba
 from tgis.shard.kernels.cuda.codes.multiply_codes import STAGES
+from tgis.shard.kernels.cuda.functions.float8 import FLOAT8_TYPES
 from tgis.shard.kernels.cuda.grouped.expert_table import (
     FEW_ROWS,
     MANY_ROWS,
@@ -96,6 +97,7 @@ class ModelShape:
     num_active: int = 0  # experts per token
     has_expert_biases: bool = False
     scales_input: bool = False  # of experts
+    has_float8_cache: bool = False  # kernels of caches of 8-bit floats are compiled, too
 
     def divided(self, size: int) -> "ModelShape":
         """Return the shape of one of `size` ranks. Sampling uses the whole vocabulary."""
@@ -124,16 +126,30 @@ class LayerNormShape(ModelShape):
 
 # Sizes: hidden, feed-forward, heads, key/value heads, channels per head, vocabulary.
 MODELS = (
-    ModelShape("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, shards=(1, 2), has_adapters=True),
+    ModelShape(
+        "llama-3.1-8b",
+        4096,
+        14336,
+        32,
+        8,
+        128,
+        128256,
+        shards=(1, 2),
+        has_adapters=True,
+        has_float8_cache=True,
+    ),
     ModelShape("llama-3.3-70b", 8192, 28672, 64, 8, 128, 128256, shards=(2, 4, 8)),
-    ModelShape("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256),
+    ModelShape("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256, has_float8_cache=True),
     ModelShape("llama-3.2-3b", 3072, 8192, 24, 8, 128, 128256),
     ModelShape("smollm2-135m", 576, 1536, 9, 3, 64, 49152),
     ModelShape("mistral-7b", 4096, 14336, 32, 8, 128, 32768, windows=(None, 4096)),
     ModelShape("granite-3.3-2b", 2048, 8192, 32, 8, 64, 49159),
     ModelShape("granite-3.3-8b", 4096, 12800, 32, 8, 128, 49159),
     ModelShape(
-        "gemma-2-9b", 3584, 14336, 16, 8, 256, 256000, "gelu_tanh", windows=(None, 4096), soft_cap=50.0
+        *("gemma-2-9b", 3584, 14336, 16, 8, 256, 256000, "gelu_tanh"),
+        windows=(None, 4096),
+        soft_cap=50.0,
+        has_float8_cache=True,
     ),
     ModelShape(
         "gemma-3-1b", 1152, 6912, 4, 1, 256, 262144, "gelu_tanh", has_head_norm=True, windows=(None, 512)
@@ -275,13 +291,10 @@ def find_model_variants(
             run = _norm(kernels, model, num_tokens, dtype, has_delta)
             yield variant("norm", run, f"{about} {'delta' * has_delta}".strip())
         yield variant("gate", _gate(kernels, model, num_tokens, dtype), about)
-        yield variant("turn_and_keep", _turn_and_keep(kernels, model, num_tokens, dtype), about)
-        for kind, scoring in _scorings(model):
-            run = _attend_segments(kernels, model, num_tokens, dtype, scoring)
-            if kind != "encoder":
-                yield variant("attend_segments", run, f"{about} {kind}")
-            run = _attend_tiles(kernels, model, num_tokens, dtype, scoring)
-            yield variant("attend_tiles", run, f"{about} {kind}")
+        for stored in (dtype, *(FLOAT8_TYPES if model.has_float8_cache else ())):
+            for kernel, kind, run in _cache_launches(kernels, model, num_tokens, dtype, stored):
+                of_cache = "" if stored == dtype else str(stored).removeprefix("torch.")
+                yield variant(kernel, run, " ".join(filter(None, (about, kind, of_cache))))
         for layer, run in _low_rank_launches(kernels, model, num_tokens, dtype):
             yield variant("add_low_rank", run, f"{about} {layer}")
         for tile in (FEW_ROWS, MANY_ROWS) if model.experts is not None else ():
@@ -465,13 +478,26 @@ def _gate(
     return lambda: kernels.gate(x, model.activation, model.is_gated)
 
 
+def _cache_launches(
+    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype, stored: torch.dtype
+) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """Yield the launches that write or read a cache of the type `stored`, each with its kernel and the kind
+    of attention."""
+    yield "turn_and_keep", "", _turn_and_keep(kernels, model, num_tokens, dtype, stored)
+    for kind, scoring in _scorings(model):
+        if kind != "encoder":
+            run = _attend_segments(kernels, model, num_tokens, dtype, stored, scoring)
+            yield "attend_segments", kind, run
+        yield "attend_tiles", kind, _attend_tiles(kernels, model, num_tokens, dtype, stored, scoring)
+
+
 def _pages(model: ModelShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = NUM_BLOCKS + 1, model.num_kv_heads, BLOCK_SIZE, model.head_dim
     return _empty(*shape, dtype=dtype), _empty(*shape, dtype=dtype)
 
 
 def _turn_and_keep(
-    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype
+    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype, stored: torch.dtype
 ) -> Callable[[], object]:
     rotated = model.head_dim if model.rotated is None else model.rotated
     angles = _floats(2, num_tokens, rotated // 2) if rotated else None
@@ -481,23 +507,33 @@ def _turn_and_keep(
     heads = Heads(model.num_heads, model.num_kv_heads, norm)
     width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     qkv, slots = _empty(num_tokens, width, dtype=dtype), _empty(num_tokens, dtype=torch.int64)
-    return lambda: kernels.turn_and_keep(qkv, heads, angles, *_pages(model, dtype), slots)
+    return lambda: kernels.turn_and_keep(qkv, heads, angles, *_pages(model, stored), slots)
 
 
 def _attend_segments(
-    kernels: Implementations, model: ModelShape, num_seqs: int, dtype: torch.dtype, scoring: Scoring
+    kernels: Implementations,
+    model: ModelShape,
+    num_seqs: int,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    scoring: Scoring,
 ) -> Callable[[], object]:
     q = _empty(num_seqs, model.num_heads, model.head_dim, dtype=dtype)
-    pages = *_pages(model, dtype), _empty(9, MAX_BLOCKS)
+    pages = *_pages(model, stored), _empty(9, MAX_BLOCKS)
     segments = Segments(_empty(num_seqs), _empty(num_seqs), _empty(num_seqs + 1))
     return lambda: kernels.attend_segments(q, *pages, segments, MAX_SEQ_LEN, scoring)
 
 
 def _attend_tiles(
-    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype, scoring: Scoring
+    kernels: Implementations,
+    model: ModelShape,
+    num_tokens: int,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    scoring: Scoring,
 ) -> Callable[[], object]:
     q = _empty(num_tokens, model.num_heads, model.head_dim, dtype=dtype)
-    pages = *_pages(model, dtype), _empty(9, MAX_BLOCKS)
+    pages = *_pages(model, stored), _empty(9, MAX_BLOCKS)
     num_tiles = -(-num_tokens // tile_tokens(model.num_heads // model.num_kv_heads))
     tiles, out = _empty(num_tiles, 5), torch.empty_like(q)
     return lambda: kernels.attend_tiles(q, *pages, tiles, MAX_SEQ_LEN, scoring, out)
