@@ -1,58 +1,317 @@
 """Compares speculators on an emulated device with plain models of them, and outputs with those of the CPU
 without a speculator."""
 
-from collections.abc import Callable
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests.support.cuda.capturing_device import CapturingDevice
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
-from tests.support.shard.driver import configure
+from tests.support.cuda.poisoned import poisoned_memory
+from tests.support.cuda.queued_gloo import connect_queued
+from tests.support.shard import other_device
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.draft_heads import States
+from tests.support.shard.draft_models import AlwaysDrafts, Oracle, SwitchedDrafts
+from tests.support.shard.drafting import DraftingRouter, Foreseen
+from tests.support.shard.driver import Request, Router, configure
+from tests.support.shard.eagle3_heads import make_eagle3
+from tests.support.shard.eagle_heads import make_eagle
+from tests.support.shard.family_cases.all import CASES as FAMILIES
+from tests.support.shard.mtp_heads import write_mtp
+from tests.support.shard.pipelined import PipelinedService
 from tests.support.shard.portable import plain
-from tests.support.shard.speculator_scene import VOCAB_SIZE, Base, Recorder, check_outputs, write_base
-from tests.support.shard.speculators import Heads, make_medusa, make_mlp
-from tgis.shard.collectives import CPU
+from tests.support.shard.ranks import ALONE, Ranks
+from tests.support.shard.relay import Copies, Relay, follow, share
+from tests.support.shard.scheduled import draw_ids, greedy
+from tests.support.shard.speculator_scene import (
+    VOCAB_SIZE,
+    Base,
+    Recorder,
+    check_outputs,
+    make_requests,
+    write_base,
+)
+from tests.support.shard.speculators import make_medusa, make_mlp
+from tests.support.shard.tuned import Tuned
+from tgis.pb import shard_pb2 as pb
+from tgis.prompts.lora_files import read_adapter_files
+from tgis.router.scheduling.step import Drafts
+from tgis.router.sequence import Sequence as Row
+from tgis.shard.collectives import CPU, ProcessGroup
+from tgis.shard.runner.device.drafts.captured_speculator import CapturedSpeculator
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
-from tgis.shard.startup.load import load
+from tgis.shard.speculators.interface import SpeculatorError
+from tgis.shard.startup.load import load, prepare
+
+# Emulated kernels round sums of steps of different sizes differently.
+TOLERANCE = 1e-4
+Proposals = Sequence[tuple[list[int], list[int]]]
+
+
+class Speculating(NamedTuple):
+    """Speculator, and the check of its proposals for known tokens."""
+
+    path: Path
+    check: Callable[[Proposals], None]
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """Fill new memory with values that would break any step that reads them."""
+    with poisoned_memory():
+        yield
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
-    return write_base(tmp_path_factory.mktemp("base"), plain(CPU))
+    return write_base(tmp_path_factory.mktemp("base"), plain(CPU), num_hidden_layers=4)
 
 
-MAKERS: dict[str, Callable[[Base], Heads]] = {
-    "mlp": lambda base: make_mlp(base.texts, VOCAB_SIZE),
-    "mlp_tied_scaled": lambda base: make_mlp(base.texts, VOCAB_SIZE, True, True, 4, prefix=""),
-    "medusa": lambda base: make_medusa(base.texts, VOCAB_SIZE),
+def make_stateless(kind: str, base: Base, directory: Path) -> Speculating:
+    makers = {
+        "mlp": lambda: make_mlp(base.texts, VOCAB_SIZE),
+        "mlp_tied_scaled": lambda: make_mlp(base.texts, VOCAB_SIZE, True, True, 4, prefix=""),
+        "medusa": lambda: make_medusa(base.texts, VOCAB_SIZE),
+    }
+    heads = makers[kind]()
+
+    def check(proposals: Proposals) -> None:
+        for known, proposed in proposals:
+            texts = [text for text in base.texts if text.token_ids[: len(known)] == known]
+            if proposed and texts:
+                assert proposed == heads.propose(texts[0].states[len(known) - 2], known[-1], len(proposed))
+
+    return Speculating(heads.write(directory), check)
+
+
+def make_head(kind: str, base: Base, directory: Path) -> Speculating:
+    states, texts = States.load(base.directory), [text.token_ids for text in base.texts]
+    heads, oracle = make_eagle(states, texts, 2) if kind == "eagle" else make_eagle3(states, texts, [1, 2, 3])
+    return Speculating(heads.write(directory), oracle.check)
+
+
+def make_draft_model(_: str, base: Base, directory: Path) -> Speculating:
+    shutil.copytree(base.directory, directory)
+    oracle = Oracle(directory, VOCAB_SIZE)
+
+    def check(proposals: Proposals) -> None:
+        for known, proposed in proposals:
+            oracle.check(known, proposed)
+
+    return Speculating(directory, check)
+
+
+MAKERS: dict[str, Callable[[str, Base, Path], Speculating]] = {
+    **dict.fromkeys(("mlp", "mlp_tied_scaled", "medusa"), make_stateless),
+    **dict.fromkeys(("eagle3", "eagle"), make_head),
+    "draft_model": make_draft_model,
 }
 
 
-def load_runner(base: Base, speculator: Path, device: LateDevice, **options: Any) -> DeviceModelRunner:
-    config = configure(base.directory, speculator=str(speculator), **options)
-    runner = load(config, on=late_platform(device))
+def mark(quick: str) -> list[Any]:
+    """Return all kinds. All but one are slow."""
+    return [pytest.param(kind, marks=[pytest.mark.slow] * (kind != quick)) for kind in MAKERS]
+
+
+def make(kind: str, base: Base, directory: Path) -> Speculating:
+    return MAKERS[kind](kind, base, directory / "speculator")
+
+
+def load_runner(
+    base: Base, speculator: Path, device: LateDevice | None = None, **options: Any
+) -> DeviceModelRunner:
+    options = {"speculator": str(speculator), "max_step_tokens": 64} | options
+    runner = load(configure(base.directory, **options), on=late_platform(device or LateDevice()))
     assert isinstance(runner, DeviceModelRunner)
     return runner
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize(
+    ("graphs", "is_recorded"),
+    [("8", False), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("0", False), ("3,8", True)))],
+)
+@pytest.mark.parametrize("kind", mark("mlp"))
 def test_proposals_are_the_plain_models_and_outputs_do_not_change(
-    base: Base, kind: str, is_captured: bool, tmp_path: Path
+    base: Base, kind: str, graphs: str, is_recorded: bool, tmp_path: Path
 ) -> None:
-    heads = MAKERS[kind](base)
-    graphs = "8" if is_captured else "0"
-    device = CapturingDevice() if is_captured else LateDevice()
-    runner = load_runner(base, heads.write(tmp_path), device, cuda_graphs=graphs)
+    """Check every kind with every sampling parameter, grammars and details, with steps launched one by one,
+    with graphs that run the work again, and with those that replay exactly what was captured."""
+    speculating = make(kind, base, tmp_path)
+    device = CapturingDevice() if is_recorded else LateDevice()
+    runner = load_runner(base, speculating.path, device, cuda_graphs=graphs)
     recorder = Recorder(runner)
-    router = check_outputs(runner, base, tolerance=1e-4)
-    assert router.num_right > 30
-    print({r.path for r in router.responses})
+    router = check_outputs(runner, base, tolerance=TOLERANCE)
+    assert router.num_right > 30 or kind == "eagle"
     assert all(proposed or len(known) == 1 for known, proposed in recorder.proposed)
-    for known, proposed in recorder.proposed:
-        if proposed:
-            (text, *_) = (text for text in base.texts if text.token_ids[: len(known)] == known)
-            assert proposed == heads.propose(text.states[len(known) - 2], known[-1], len(proposed))
+    speculating.check(recorder.proposed)
+    paths = {response.path for response in router.responses} - {pb.STEP_PATH_UNSPECIFIED}
+    sampled = {pb.STEP_PATH_GRAPH, pb.STEP_PATH_SIZE} if graphs != "0" else {pb.STEP_PATH_MODEL}
+    assert sampled <= paths <= sampled | {pb.STEP_PATH_PROMPT}
+    proposer = recorder._proposer
+    if isinstance(proposer, CapturedSpeculator):
+        assert (proposer.graphs.find(8, 1) is not None) == (graphs != "0")
+
+
+class SomeDrafts(AlwaysDrafts):
+    """`Proposer` of the router that also requests drafts of sequences whose answers have not arrived."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+
+    def propose(self, sequence: Row, max_drafts: int) -> Drafts:
+        drafts = super().propose(sequence, max_drafts)
+        if self._random.random() < 0.2:
+            return Drafts(waits=self._random.random() < 0.5)
+        return drafts._replace(waits=self._random.random() < 0.7)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "losing", "cancelling"),
+    [
+        (14, 0.0, 0.0),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((60, 0.03, 0.02), (60, 0, 0))),
+    ],
+)
+@pytest.mark.parametrize("kind", mark("eagle3"))
+@pytest.mark.parametrize("is_switched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_steps_that_overlap(
+    base: Base,
+    kind: str,
+    num_blocks: int,
+    losing: float,
+    cancelling: float,
+    is_switched: bool,
+    tmp_path: Path,
+) -> None:
+    """Run the router's scheduler with two steps in flight, sequences that share a prefix, are preempted, are
+    cancelled or lost, and a speculator that follows some of them."""
+    speculating = make(kind, base, tmp_path)
+    runner = load_runner(base, speculating.path, block_size=8, cuda_graphs="8")
+    prefix = draw_ids(1, 40)
+    texts = [(prefix if seed % 2 else prefix[:37]) + draw_ids(seed, 5) for seed in range(8)]
+    truth, drafted = ([greedy(text, 20) for text in texts] for _ in range(2))
+    host = load(configure(base.directory, block_size=8), on=plain(CPU))
+    PipelinedService(host, 60, 0, 0, depth=1).run_all(truth)
+    runner.reset()
+    recorder = Recorder(runner)
+    proposer = SwitchedDrafts(3) if is_switched else SomeDrafts(3)
+    faults = {"losing": losing, "cancelling": cancelling}
+    service = PipelinedService(runner, num_blocks, 0, 0, seed=2, proposer=proposer, **faults)
+    service.run_all(drafted)
+    for sequence, known in zip(drafted, truth, strict=True):
+        assert sequence.token_ids == known.token_ids or sequence in service.cancelled
+    assert service.scheduler.num_accepted_drafts > 20 or kind != "draft_model"
+    assert (service.scheduler.num_preemptions > 0) == (num_blocks == 14)
+    assert sum(bool(proposed) for _, proposed in recorder.proposed) > 20
+    if isinstance(recorder._proposer, CapturedSpeculator):
+        assert all(proposed for _, proposed in recorder.proposed) or is_switched or losing
+        return  # the plain model knows the states of other texts
+    speculating.check([each for each in recorder.proposed if each[1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MAKERS)
+def test_nothing_is_left_on_the_host(base: Base, kind: str, tmp_path: Path) -> None:
+    speculating = make(kind, base, tmp_path)
+    with other_device.present() as device:
+        on = late_platform(LateDevice(device))
+        options = {"speculator": str(speculating.path), "kv_cache_tokens": 1024, "cuda_graphs": "0"}
+        runner = load(configure(base.directory, **options), ProcessGroup(0, 1, device=device), on)
+        check_outputs(runner, base, tolerance=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlp", "eagle3"])
+def test_rows_with_adapters_and_soft_prompts(base: Base, kind: str, tmp_path: Path) -> None:
+    """Check rows with adapters in captured steps, and soft prompts."""
+    Tuned(base.directory, tmp_path / "adapter", 1, r=4, target_modules="all-linear")
+    tensors, scales = read_adapter_files(tmp_path / "adapter", 1 << 20)
+    copies = Copies(str(tmp_path / "shard")).put("adapter", tensors, {"scales": scales})
+    virtual = {"decoder": torch.randn(4, 64, generator=torch.Generator().manual_seed(1))}
+    copies = copies.put("prompt", virtual, {})
+    options = {
+        "uds_path": copies.uds_path,
+        "adapter_cache": str(tmp_path),
+        "prefix_store_path": str(tmp_path),
+    }
+    host = load(configure(base.directory, **options), on=plain(CPU))
+    runner = load_runner(base, make(kind, base, tmp_path).path, cuda_graphs="8", **options)
+    plain_requests, drafted = make_requests(), make_requests()
+    for requests in (plain_requests, drafted):
+        for i, request in enumerate(requests):
+            request.adapter_digest = copies.digests[0] if i % 2 else ""
+            if i % 3 == 0:
+                request.prompt, request.prompt_digest = [0] * 4 + request.prompt, copies.digests[1]
+    for each in (host, runner):
+        for digest in copies.digests:
+            each.adapters.load(digest)
+    Router(host, 1).run([*plain_requests])
+    runner.reset()
+    router = DraftingRouter(runner, 1.0, 1, left_to_shard=1.0)
+    router.run([*drafted])
+    assert [r.generated for r in drafted] == [r.generated for r in plain_requests]
+    assert router.num_proposed > 50
+
+
+@pytest.mark.slow
+def test_a_head_for_multi_token_prediction(tmp_path: Path) -> None:
+    oracle = write_mtp(tmp_path, "mimo")
+    requests: list[Request] = [*make_requests()]
+    Router(load(configure(tmp_path), on=plain(CPU)), 3).run(list(requests))
+    runner = load_runner(Base(tmp_path, requests, []), Path("mtp"), cuda_graphs="8")
+    recorder = Recorder(runner)
+    check_outputs(runner, Base(tmp_path, requests, []), tolerance=TOLERANCE)
+    oracle.check(recorder.proposed)
+
+
+def draft_on_rank(
+    group: ProcessGroup, place: Path, directory: Path, speculator: Path, requests: list[Foreseen]
+) -> tuple[list[list[int]], list[int]]:
+    """Run requests with drafts of the shard. Return their tokens, on the first rank, and the digests of all
+    steps."""
+    mine = ALONE if group.size == 1 else connect_queued(group.rank, group.size, place)
+    options = {"rank": group.rank, "world_size": group.size, "kv_cache_tokens": 2048, "dtype": "float32"}
+    options |= {"speculator": str(speculator), "cuda_graphs": "4", "max_step_tokens": 16}
+    runner = load(configure(directory, **options), mine, late_platform(CapturingDevice()))
+    if group.rank:
+        return [], list(follow(group, runner))
+    relay = Relay(runner, group)
+    router = DraftingRouter(relay, 1.0, 0, left_to_shard=1.0)  # type: ignore[arg-type]
+    router.run([*requests])
+    share(group, b"")
+    assert router.num_proposed > 50
+    return [request.generated for request in requests], relay.digests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlp", "medusa", "eagle3", "draft_model"])
+def test_ranks_propose_the_same(base: Base, kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    speculating = make(kind, base, tmp_path)
+    what = base.directory, speculating.path, make_requests()[:8]
+    [(generated, digests), (_, theirs)] = ranks.run(2, draft_on_rank, tmp_path / "place", *what)
+    assert digests == theirs
+    assert generated == [request.generated for request in base.requests[:8]]
+
+
+def test_what_gpus_cannot_run_is_refused_by_name(base: Base, tmp_path: Path) -> None:
+    on = replace(late_platform(LateDevice()), device=torch.device("cuda", 0))
+    recurrent, draft = tmp_path / "recurrent", tmp_path / "draft"
+    write_model(recurrent, FAMILIES["qwen3_next"]())
+    write_model(draft, FAMILIES["deepseek_v3"]())
+    with pytest.raises(SpeculatorError) as error:
+        prepare(configure(recurrent, speculator="mtp"), on)
+    assert str(error.value) == (
+        "--speculator mtp: GPUs cannot use it: the model keeps a state, which drafts cannot roll back there: "
+        "set --device cpu"
+    )
+    with pytest.raises(SpeculatorError, match="its latent attention has not been tried on GPUs"):
+        prepare(configure(base.directory, speculator=str(draft)), on)
