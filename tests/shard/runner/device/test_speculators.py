@@ -4,7 +4,7 @@ without a speculator."""
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.cuda.capturing_device import CapturingDevice
+from tests.support.cuda.fake_graph import FakeStream
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
 from tests.support.cuda.poisoned import poisoned_memory
@@ -47,7 +48,9 @@ from tgis.router.scheduling.step import Drafts
 from tgis.router.sequence import Sequence as Row
 from tgis.shard.collectives import CPU, ProcessGroup
 from tgis.shard.runner.device.drafts.captured_speculator import CapturedSpeculator
+from tgis.shard.runner.device.drafts.proposal_graphs import ProposalGraphs, Propose
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
+from tgis.shard.runner.interface import Pending
 from tgis.shard.speculators.interface import SpeculatorError
 from tgis.shard.startup.load import load, prepare
 
@@ -174,6 +177,32 @@ class SomeDrafts(AlwaysDrafts):
         return drafts._replace(waits=self._random.random() < 0.7)
 
 
+@dataclass
+class WatchedSteps:
+    """Runner that checks that launches without new drafts do not wait for the device, although the speculator
+    follows rows, unless a row is closed."""
+
+    runner: DeviceModelRunner
+    device: LateDevice
+    num_overlapping: int = 0
+
+    @property
+    def info(self) -> pb.InfoResponse:
+        return self.runner.info
+
+    def reset(self) -> None:
+        self.runner.reset()
+
+    def launch(self, request: pb.StepRequest) -> Pending:
+        done = self.device._num_done
+        is_busy = done < self.device._num_queued
+        pending = self.runner.launch(request)
+        if not request.max_drafts and not request.closed_rows:
+            assert self.device._num_done == done, "the launch waited for the device"
+            self.num_overlapping += is_busy and any(request.followed)
+        return pending
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "losing", "cancelling"),
     [
@@ -194,8 +223,8 @@ def test_steps_that_overlap(
 ) -> None:
     """Run the router's scheduler with two steps in flight, sequences that share a prefix, are preempted, are
     cancelled or lost, and a speculator that follows some of them."""
-    speculating = make(kind, base, tmp_path)
-    runner = load_runner(base, speculating.path, block_size=8, cuda_graphs="8")
+    speculating, device = make(kind, base, tmp_path), LateDevice()
+    runner = load_runner(base, speculating.path, device, block_size=8, cuda_graphs="8")
     prefix = draw_ids(1, 40)
     texts = [(prefix if seed % 2 else prefix[:37]) + draw_ids(seed, 5) for seed in range(8)]
     truth, drafted = ([greedy(text, 20) for text in texts] for _ in range(2))
@@ -205,8 +234,10 @@ def test_steps_that_overlap(
     recorder = Recorder(runner)
     proposer = SwitchedDrafts(3) if is_switched else SomeDrafts(3)
     faults = {"losing": losing, "cancelling": cancelling}
-    service = PipelinedService(runner, num_blocks, 0, 0, seed=2, proposer=proposer, **faults)
+    watched = WatchedSteps(runner, device)
+    service = PipelinedService(watched, num_blocks, 0, 0, seed=2, proposer=proposer, **faults)  # type: ignore[arg-type]
     service.run_all(drafted)
+    assert watched.num_overlapping > 3
     for sequence, known in zip(drafted, truth, strict=True):
         assert sequence.token_ids == known.token_ids or sequence in service.cancelled
     assert service.scheduler.num_accepted_drafts > 20 or kind != "draft_model"
@@ -315,3 +346,45 @@ def test_what_gpus_cannot_run_is_refused_by_name(base: Base, tmp_path: Path) -> 
     )
     with pytest.raises(SpeculatorError, match="its latent attention has not been tried on GPUs"):
         prepare(configure(base.directory, speculator=str(draft)), on)
+
+
+def propose_next(rows: torch.Tensor, token_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    return (rows * 100 + token_ids)[:, None] + torch.arange(num_tokens)
+
+
+def propose_with_values(rows: torch.Tensor, token_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    return propose_next(rows, token_ids, num_tokens) + int(rows.max())
+
+
+def test_proposals_are_captured_by_numbers_of_rows_and_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = ProposalGraphs(FakeStream(), propose_next, num_tokens=2, idle_row=9)
+    graphs.capture([2, 4, 300])
+    assert not caplog.messages
+    proposal = graphs.find(3, 2)
+    assert proposal is not None
+    graphs.inputs[:, :3] = torch.tensor([[5, 1, 2], [7, 8, 9]])
+    proposal.graph.replay()
+    assert proposal.drafts[:3].tolist() == [[507, 508], [108, 109], [209, 210]]
+    found = [graphs.find(num_rows, 1) for num_rows in (1, 4, 5, 64, 65)]
+    assert [each and each.num_rows for each in found] == [2, 4, 64, 64, None]
+    assert graphs.find(1, 3) is None
+    graphs.clear()
+    assert graphs.find(1, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("propose", "agreed", "text"),
+    [
+        (propose_with_values, 1, "values on the host"),
+        (propose_next, 0, "another rank cannot capture them"),
+    ],
+)
+def test_proposals_that_cannot_be_captured(
+    propose: Propose, agreed: int, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = ProposalGraphs(FakeStream(), propose, 2, 9, agree=lambda value: min(value, agreed))
+    graphs.capture([2, 4])
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("proposals of the speculator for 4 rows have no CUDA graph: ")
+    assert text in caplog.messages[0]
+    assert graphs.find(1, 1) is None

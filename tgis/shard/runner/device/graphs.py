@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from tgis.errors import first_line
-from tgis.shard.runner.device.drafts.proposal_graphs import ProposalGraphs
 from tgis.shard.runner.device.stream import DeviceStream, Graph
 from tgis.shard.runner.graph_sizes import GraphSize
 
@@ -45,6 +44,16 @@ class CapturedStep(NamedTuple):
     sample_detailed: Graph
     sample_next: tuple[Graph, Graph] | None  # without and with details; None if drafts are not expected
     parts: StepParts  # kept because the graphs use its memory
+
+
+class OtherGraphs(Protocol):
+    """Graphs that are captured after those of steps."""
+
+    def capture(self, sizes: Iterable[int]) -> None:
+        """Capture graphs for these numbers of rows, as far as possible."""
+
+    def clear(self) -> None:
+        """Drop all graphs."""
 
 
 class _Outcome(IntEnum):
@@ -83,7 +92,7 @@ class StepGraphs:
         clock: Callable[[], float] = time.monotonic,
         agree: Callable[[int], int] = lambda value: value,
         has_drafts: bool = False,
-        proposals: ProposalGraphs | None = None,
+        proposals: OtherGraphs | None = None,
     ):
         self._stream = stream
         self._make_parts = make_parts
