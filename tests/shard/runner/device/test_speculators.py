@@ -119,9 +119,7 @@ MAKERS: dict[str, Callable[[str, Base, Path], Speculating]] = {
 }
 
 
-def mark(quick: str) -> list[Any]:
-    """Return all kinds. All but one are slow."""
-    return [pytest.param(kind, marks=[pytest.mark.slow] * (kind != quick)) for kind in MAKERS]
+KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "mlp")) for kind in MAKERS]
 
 
 def make(kind: str, base: Base, directory: Path) -> Speculating:
@@ -141,7 +139,7 @@ def load_runner(
     ("graphs", "is_recorded"),
     [("8", False), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("0", False), ("3,8", True)))],
 )
-@pytest.mark.parametrize("kind", mark("mlp"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_proposals_are_the_plain_models_and_outputs_do_not_change(
     base: Base, kind: str, graphs: str, is_recorded: bool, tmp_path: Path
 ) -> None:
@@ -230,7 +228,7 @@ OVERLAPS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "preempted")) for name in OVERLAPS]
 )
-@pytest.mark.parametrize("kind", mark("eagle3"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_steps_that_overlap(base: Base, kind: str, name: str, tmp_path: Path) -> None:
     """Run the router's scheduler with two steps in flight, sequences that share a prefix, are preempted, are
     cancelled or lost, and a speculator that follows some of them."""
@@ -262,7 +260,7 @@ def test_steps_that_overlap(base: Base, kind: str, name: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", ["mlp", "eagle3", "draft_model"])
 def test_nothing_is_left_on_the_host(base: Base, kind: str, tmp_path: Path) -> None:
     speculating = make(kind, base, tmp_path)
     with other_device.present() as device:
