@@ -65,6 +65,8 @@ KINDS = ("details", "watermark", "guided", "top_p", "top_k", "typical_p", "sampl
 REHEARSED_KINDS = ("details", "watermark", "guided", "top_k")
 # Names in tests.support.shard.foreign_cases: models that transformers' code runs.
 FOREIGN = ("phi", "gemma4_text")
+# Names in bench.gpu.cases.speculators.
+SPECULATORS = ("mlp", "medusa", "eagle3", "draft model")
 REHEARSED_FAMILIES = ("qwen2", "t5")
 REHEARSED_KERNELS = ("norm", "sample", "describe")
 
@@ -167,6 +169,10 @@ STAGES = (
             _case("soft prompts", "features:check_tuned", 30, "prompts", is_rehearsed=False),
             _case("drafts", "drafts:check", 25),
             _case("cost of drafts", "drafts:measure", 20, "0.6b"),
+            *(
+                _case(f"speculator: {kind}", "speculators:check", 25, kind, is_rehearsed=kind == "mlp")
+                for kind in SPECULATORS
+            ),
         ),
         num_parallel=4,
         libraries=LIBRARIES,

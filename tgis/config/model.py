@@ -196,7 +196,7 @@ class ModelOptions:
         "Speculator, which drafts the next tokens (an MLP speculator, Medusa heads, an EAGLE or EAGLE-3 "
         "head, or a smaller model with the same tokenizer): a directory, or the id of a model in the local "
         "hub cache; mtp: the head for multi-token prediction in the model's own checkpoint. Outputs do not "
-        "change. CPUs only; --speculate limits the drafts.",
+        "change. --speculate limits the drafts.",
         None,
     )
     trust_remote_code: bool = option(

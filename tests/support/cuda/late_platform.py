@@ -6,7 +6,6 @@ from functools import partial
 
 from tests.support.cuda.late_device import LateDevice
 from tests.support.shard.portable import plain
-from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
@@ -19,8 +18,8 @@ from tgis.shard.startup.ranks.capture_probe import find_rank_obstacle
 def late_platform(device: LateDevice, kernels: Implementations | None = None) -> Platform:
     kernels = kernels or Implementations.plain()
     return replace(
-        plain(CPU),
-        kernels=CudaKernels(CPU, kernels),
+        plain(device.device),
+        kernels=CudaKernels(device.device, kernels),
         make_runner=partial(make_runner, kernels, device),
         is_memory_shared=False,
         cache_fraction=1,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.interface import Attention, AttentionPlan, StepLayout
+from tgis.shard.memory.placing import move
 from tgis.shard.memory.state_cache import DraftedStates, StateCache, StepStates
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.columns import NOT_WANTED, read_column
@@ -209,7 +210,7 @@ class BatchBuilder:
         step_layout = self._step_layout(self.table.block_tables, rows, ends, layout)
         return StepInputs(
             self._tensor(self.table.token_ids[row, layout.positions], np.int64),
-            step_layout.positions.to(self.table.device),
+            move(step_layout.positions, self.table.device),
             step_layout,
             self._attention.plan(step_layout, "self"),
             self._plan_cross(rows, step_layout) if self.table.limits.is_encoder_decoder else None,
@@ -257,7 +258,7 @@ class BatchBuilder:
         step_layout = self._step_layout(self.table.cross_tables, rows, lengths, layout)
         return StepInputs(
             self._tensor(np.concatenate(ids), np.int64),
-            step_layout.positions.to(self.table.device),
+            move(step_layout.positions, self.table.device),
             step_layout,
             self._attention.plan(step_layout, "encoder"),
             virtual=self.table.row_adapters.virtual_tokens(
@@ -306,7 +307,7 @@ class BatchBuilder:
         return spans
 
     def _tensor(self, array: Array, dtype: type[np.generic]) -> Tensor:
-        return _host_tensor(array, dtype).to(self.table.device)
+        return move(_host_tensor(array, dtype), self.table.device)
 
 
 def _split_drafts(work: Work, num_drafts: Integers) -> Work:

@@ -14,7 +14,8 @@ class Outputs(NamedTuple):
 
     x: Tensor  # the model's output for the step's tokens, [num_tokens, any]
     logits: Tensor | None  # of the sampled tokens, float32 [num_sampled, vocab_size]; None if there are none
-    tapped: Tensor | None = None  # sum of the taps' products, float32 [num_tokens, any]
+    # Sum of the taps' products, float32 [num_tokens, any]. On a device: the states that a speculator reads.
+    tapped: Tensor | None = None
 
 
 class Forward:

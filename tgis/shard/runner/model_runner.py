@@ -13,13 +13,14 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.memory.state_cache import StateCache, StepStates
-from tgis.shard.models.interface import EncodingModel
-from tgis.shard.runner.batch_builder import Batch, BatchBuilder, Work
+from tgis.shard.models.interface import EncodingModel, SpeculativeModel
+from tgis.shard.runner.batch_builder import Batch, BatchBuilder
 from tgis.shard.runner.columns import read_column
 from tgis.shard.runner.forward import Forward, Outputs
 from tgis.shard.runner.host_sampler import HostSampler
-from tgis.shard.runner.proposer import FollowedWork, FollowingProposer
-from tgis.shard.runner.row_table import Booleans, Integers, RowTable
+from tgis.shard.runner.proposer import FollowingProposer, TakeStates
+from tgis.shard.runner.proposers.followed_work import follow_work, split_followed
+from tgis.shard.runner.row_table import Integers, RowTable
 from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import Guides
 
@@ -109,44 +110,36 @@ class HostModelRunner:
         cache.accept(slots, spares + num_accepted)
         return firsts
 
-    def _find_followed(self, request: pb.StepRequest, work: Work) -> Booleans:
-        """Return bool [num_seqs], True for the sequences that the speculator follows in a step."""
-        if not request.followed:
-            return np.zeros(len(work.rows), np.bool_)
-        flags = np.frombuffer(request.followed, np.bool_)
-        return np.isin(work.rows, read_column(request.rows)[flags])
-
     def _compute_batch(self, batch: Batch, request: pb.StepRequest, response: pb.StepResponse) -> None:
         work = batch.work
         adapters = batch.inputs.adapters
-        is_followed = None if self._speculator is None else self._find_followed(request, work)
-        follows = is_followed is not None and bool(is_followed.any())
+        if self._speculator is None:
+            self._sampler.answer(work, adapters, self.forward(batch, is_tapped=False), response)
+            return
+        followed, others = split_followed(request, work)
+        follows = len(followed.rows) > 0
         outputs = self.forward(batch, is_tapped=follows)
         states = outputs.x if outputs.tapped is None else outputs.tapped
         if follows and work.drafts is not None:
             states = states.clone()  # rows that are computed again without drafts overwrite it
         self._sampler.answer(work, adapters, outputs, response)
-        if self._speculator is not None and is_followed is not None:
-            began = time.perf_counter_ns()
-            self._follow(self._speculator, work, is_followed, states, adapters)
-            response.follow_ns = time.perf_counter_ns() - began
+        began = time.perf_counter_ns()
+        take = self._read_states(states, adapters, is_final=outputs.tapped is None)
+        follow_work(self._speculator, followed, others, take)
+        response.follow_ns = time.perf_counter_ns() - began
 
-    def _follow(
-        self,
-        speculator: FollowingProposer,
-        work: Work,
-        is_followed: Booleans,
-        states: Tensor,
-        adapters: TokenAdapters | None,
-    ) -> None:
-        """Let the speculator follow the sequences of a step for which `is_followed` [num_seqs] is True."""
-        others = ~is_followed
-        if others.any():
-            speculator.skip(work.rows[others], work.starts[others])
-        if is_followed.any():
-            columns = (work.rows, work.starts, work.ends, work.layout.begins[:-1])
-            followed = FollowedWork(*(column[is_followed] for column in columns))
-            speculator.follow(followed, states, adapters)
+    def _read_states(self, x: Tensor, adapters: TokenAdapters | None, is_final: bool) -> TakeStates:
+        """Return the function that returns states of a step for which the model's output, or the sum of its
+        taps, is x."""
+
+        def take(at: Integers) -> Tensor:
+            index = torch.from_numpy(at)
+            if not is_final:
+                return x[index]
+            assert isinstance(self.model, SpeculativeModel), "the speculator was loaded for it"
+            return self.model.final_states(x[index], adapters and adapters.take(index))
+
+        return take
 
     def _compute(self, rows: Integers) -> Outputs:
         self._recomputed = rows

@@ -1,12 +1,11 @@
 """A shard's own draft proposer, for rows for which the router requests drafts of the shard."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.runner.row_table import Integers, TokenIds
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -33,6 +32,11 @@ class FollowedWork(NamedTuple):
         return self.ends - self.starts
 
 
+TakeStates = Callable[[Integers], Tensor]
+"""Function that returns the states that a speculator reads, those after the tokens at indices [n] of a step:
+float32 [n, any]."""
+
+
 class FollowingProposer(DraftProposer, Protocol):
     """`DraftProposer` that follows the rows' steps."""
 
@@ -42,8 +46,8 @@ class FollowingProposer(DraftProposer, Protocol):
     def open_rows(self, rows: Integers) -> None:
         """Forget what is known of rows [n] that were opened again."""
 
-    def follow(self, work: FollowedWork, x: Tensor, adapters: TokenAdapters | None) -> None:
-        """Follow a step after its tokens were sampled. `x` is the model's output for all of its tokens."""
+    def follow(self, work: FollowedWork, take: TakeStates) -> None:
+        """Follow a step after its tokens were sampled. `take` returns its states, until the next step."""
 
     def skip(self, rows: Integers, starts: Integers) -> None:
         """Note that a step computes tokens of rows [n] from position `starts` on, and that it is not followed

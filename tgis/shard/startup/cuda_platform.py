@@ -25,10 +25,11 @@ from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec, LayerSpec
 from tgis.shard.models.whole_model import WholeModelSpec
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.cuda_stream import CudaStream
+from tgis.shard.runner.device.drafts.build import DeviceSpeculator, DraftPages
 from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.runner.interface import ModelRunner
-from tgis.shard.startup.platform import DeviceError, KernelCompiler, Platform, RunnerParts
+from tgis.shard.startup.platform import DeviceError, DraftParts, KernelCompiler, Platform, RunnerParts
 from tgis.shard.startup.ranks.capture_probe import find_rank_obstacle
 
 logger = logging.getLogger(__name__)
@@ -178,4 +179,13 @@ def make_runner(
         states=parts.states,
         has_adapters=parts.has_adapters,
         has_drafts=parts.has_drafts,
+        speculator=_find_speculator(parts),
     )
+
+
+def _find_speculator(parts: RunnerParts) -> DeviceSpeculator | None:
+    speculator = parts.speculator
+    if not isinstance(speculator, DraftParts):
+        return None if speculator is None else DeviceSpeculator(speculator, None)
+    assert isinstance(speculator.cache, KVCache), "draft models whose layers differ run on the CPU"
+    return DeviceSpeculator(speculator.draft, DraftPages(speculator.cache, speculator.max_step_tokens))

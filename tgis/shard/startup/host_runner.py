@@ -67,13 +67,15 @@ class HostRunners:
             return None
         assert isinstance(parts.model, SpeculativeModel), "the speculator was loaded for it"
         if not isinstance(speculator, DraftParts):
-            return SpeculatorProposer(speculator, parts.model, table, self._make_stages(parts.can_capture))
+            return SpeculatorProposer(
+                speculator, parts.model.prompt_width, table, self._make_stages(parts.can_capture)
+            )
         draft = speculator.draft
         attention = open_attention(speculator.cache, self.attention)
         builder = BatchBuilder(table.share_rows(), attention)
         if isinstance(draft, DraftHead):
             head = self._make_head_forward(draft, attention, parts.can_capture)
-            return DraftHeadProposer(head, parts.model, builder, parts.info.num_blocks)
+            return DraftHeadProposer(head, builder, parts.info.num_blocks)
         # Every rank has the whole model, so its steps use no collectives.
         forward = self._make_forward(draft.model, attention, can_capture=True)
         limits = DraftLimits(parts.info.num_blocks, speculator.max_step_tokens)

@@ -144,6 +144,8 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
         is_encoder_decoder=choice.spec.is_encoder_decoder,
         state_bytes=_count_state_bytes(config, choice, on),
     )
+    if config.speculator is not None and on.device.type != "cpu":
+        _check_speculator(config.speculator, choice.spec, keeps_state=demand.state_bytes > 0)
     limits = adapter_limits(config, choice.is_native, length)
     weight_type = quantize_check.name_weight_type(config, settings, on, dtype_name)
     cache_type = choose_cache_type(config, settings, choice, on, dtype_name)
@@ -211,8 +213,6 @@ class LoadPlan:
         path = self.config.speculator
         if path is None:
             return None
-        if self.on.device.type != "cpu":
-            raise SpeculatorError(f"--speculator {path}: speculators run only on CPUs: set --device cpu")
         length = self.demand.max_sequence_length
         served = Served(self._directory, self.settings, self.tokenizer_directory, length)
         release_memory()
@@ -472,7 +472,7 @@ class _Loaded:
             demand.max_batch_size,
             self.can_capture,
             self.group,
-            bool(self.plan.config.speculate) and shape is None,
+            (bool(self.plan.config.speculate) or self.speculator is not None) and shape is None,
             self._open_speculator(num_blocks),
             self.has_adapters,
         )
@@ -484,8 +484,21 @@ class _Loaded:
             return speculator
         spec = speculator.spec if isinstance(speculator, DraftHead) else speculator.model.spec
         dtype = self.plan.cache_type.dtype
-        cache = memory_plan.allocate(spec, ALONE, dtype, self.plan.demand.block_size, num_blocks)
+        on = self.plan.on
+        alone = replace(ALONE, device=on.device)
+        num_blocks += on.num_dummy_blocks
+        cache = memory_plan.allocate(spec, alone, dtype, self.plan.demand.block_size, num_blocks)
         return DraftParts(speculator, cache, self.plan.config.max_step_tokens)
+
+
+def _check_speculator(path: str, spec: ModelSpec, keeps_state: bool) -> None:
+    """Raise SpeculatorError if only CPUs can run a speculator for a model of this specification."""
+    cache = find_cache(path, spec)
+    obstacle = None if cache is None else engine_choice.find_gpu_obstacle(cache.spec)
+    if keeps_state:
+        obstacle = "the model keeps a state, which drafts cannot roll back there"
+    if obstacle is not None:
+        raise SpeculatorError(f"--speculator {path}: GPUs cannot use it: {obstacle}: set --device cpu")
 
 
 def _count_state_bytes(config: ShardConfig, choice: Choice, on: Platform) -> int:

@@ -15,6 +15,7 @@ from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import Segments, count_segments
 from tgis.shard.kernels.cuda.turn_and_keep import keep
 from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.memory.placing import move
 
 
 class QueryTile(NamedTuple):
@@ -58,8 +59,7 @@ class CudaAttention:
         self.tile_tokens = tile_tokens(group_size)
 
     def plan(self, layout: StepLayout, kind: AttentionKind) -> CudaPlan:
-        """Plan a step whose layout is on the host, such as an encoder's. Blocks until the plan is on the
-        GPU."""
+        """Plan a step whose layout is on the host, such as an encoder's or a speculator's."""
         begins, lengths = layout.cu_seqlens_q.tolist(), layout.seq_lens.tolist()
         are_single = kind != "encoder" and begins == list(range(len(begins)))
         spans = []
@@ -74,10 +74,10 @@ class CudaAttention:
         rows = torch.arange(len(seq_lens), dtype=torch.int32)
         to = self._device
         return CudaPlan(
-            slots.to(to),
-            layout.block_tables.to(to),
-            Segments(rows.to(to), seq_lens.to(to), starts.to(to)),
-            tiles.to(to),
+            move(slots, to),
+            move(layout.block_tables, to),
+            Segments(move(rows, to), move(seq_lens, to), move(starts, to)),
+            move(tiles, to),
             max(lengths, default=0),
         )
 

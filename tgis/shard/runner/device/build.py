@@ -16,6 +16,7 @@ from tgis.shard.runner.device.adapters.slot_assignments import allocate_slots
 from tgis.shard.runner.device.device_rows import allocate_rows
 from tgis.shard.runner.device.device_step import DeviceModel
 from tgis.shard.runner.device.device_table import DeviceTable
+from tgis.shard.runner.device.drafts.build import DeviceSpeculator
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.device.step_packer import StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
@@ -38,6 +39,7 @@ def make_device_runner(
     has_adapters: bool = False,
     has_drafts: bool = False,
     agree: Callable[[int], int] = lambda value: value,
+    speculator: DeviceSpeculator | None = None,
 ) -> DeviceModelRunner:
     """Build a runner without graphs. The cache's last block is the dummy block, which `info.num_blocks` does
     not count. The last slot of `states`, those of a model with recurrent layers, is a dummy, too.
@@ -50,17 +52,21 @@ def make_device_runner(
     attention = CudaAttention(cache, kernels, group_size)
     state = allocate_rows(max_rows, limits, num_blocks, stream.device)
     table = DeviceTable(max_rows, limits, stream.device, adapters, state)
-    builder = BatchBuilder(table, attention, singles_first=True, states=states)
+    proposer = reader = None
+    if speculator is not None:
+        reader = speculator.find_reader(model)
+        proposer = speculator.make_proposer(model, table, kernels, stream, num_blocks, agree)
+    builder = BatchBuilder(table, attention, proposer, singles_first=True, states=states)
     packer = StepPacker(table, attention.tile_tokens, state, None if states is None else states.dummy_slot)
     slots = None
     if has_adapters and isinstance(model, AdaptableModel) and can_use_slots(kernels, model):
         slots = allocate_slots(model.parts, max_rows, stream.device)
-    on = DeviceModel(model, attention, kernels, state, limits.rope_switch_len > 0, states, slots)
+    on = DeviceModel(model, attention, kernels, state, limits.rope_switch_len > 0, states, slots, reader)
     described = pb.InfoResponse(num_blocks=num_blocks)
     described.MergeFrom(info)
     described.num_blocks = num_blocks
     return DeviceModelRunner(
-        on, stream, builder, packer, guides, described, adapters, memory_left, agree, has_drafts
+        on, stream, builder, packer, guides, described, adapters, memory_left, agree, has_drafts, proposer
     )
 
 

@@ -26,7 +26,7 @@ from tgis.shard.kernels.cuda.step_state import (
 )
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.memory.state_cache import StateCache, StepStates
-from tgis.shard.models.interface import Model, StepInputs, VirtualTokens
+from tgis.shard.models.interface import Model, SpeculativeModel, StepInputs, Taps, VirtualTokens
 from tgis.shard.runner.device.graphs import StepParts
 from tgis.shard.runner.device.step_packer import StagedSize, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
@@ -37,6 +37,13 @@ from tgis.shard.runner.graph_sizes import MAX_PROMPT_TOKENS, GraphSize
 _NONE = torch.empty(0, dtype=torch.int32)
 # The service's own models do not read the layout.
 NO_LAYOUT = StepLayout(_NONE, _NONE.long(), _NONE, _NONE.view(0, 0))
+
+
+class StateReader(NamedTuple):
+    """States of a model that its speculator reads: the sums of taps, or if there are none the final ones."""
+
+    taps: Taps
+    width: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class DeviceModel:
     has_long: bool  # rotary positions of long sequences are scaled differently
     states: StateCache | None = None  # of a model with recurrent layers
     slots: AdapterSlots | None = None  # of adapters, if any may be loaded
+    reader: StateReader | None = None  # of a speculator
 
     def make_inputs(
         self,
@@ -86,19 +94,26 @@ class DeviceModel:
         )
 
     def compute(self, staged: StagedStep, tensors: StepTensors, inputs: StepInputs) -> Outputs:
-        """Compute the model's outputs like `Forward`."""
+        """Compute the model's outputs like `Forward`, and the states that a speculator reads."""
         if isinstance(inputs.adapters, SlotTokens):  # a replayed step groups its tokens again
             inputs = replace(inputs, adapters=inputs.adapters.take(slice(None)))
         self.kernels.begin_step(staged, self.state, tensors)
-        x = self.model.forward(inputs, self.attention)
+        x, states = self._run_layers(inputs)
         num_sampled = len(staged.sampled_x)
         if not num_sampled:
-            return Outputs(x, None)
+            return Outputs(x, None, states)
         if num_sampled == len(x):
-            return Outputs(x, self.model.logits(x, inputs.adapters))
+            return Outputs(x, self.model.logits(x, inputs.adapters), states)
         at = staged.sampled_x.long()
         adapters = inputs.adapters
-        return Outputs(x, self.model.logits(x[at], adapters and adapters.take(at)))
+        return Outputs(x, self.model.logits(x[at], adapters and adapters.take(at)), states)
+
+    def _run_layers(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        if self.reader is None:
+            return self.model.forward(inputs, self.attention), None
+        assert isinstance(self.model, SpeculativeModel), "the speculator was loaded for it"
+        x, tapped = self.model.forward_tapped(inputs, self.attention, self.reader.taps)
+        return x, self.model.final_states(x, inputs.adapters) if tapped is None else tapped
 
     def sample(
         self, logits: Tensor, rows: Tensor, answers: Tensor, details: DeviceDetails | None = None
@@ -178,6 +193,12 @@ class EagerStep:
         assert self._outputs is not None
         return self._outputs
 
+    def states(self) -> Tensor:
+        """Return the states that a speculator reads, like `outputs`."""
+        states = self.outputs().tapped
+        assert states is not None, "there is no speculator"
+        return states
+
     @torch.inference_mode()
     def sample(self, details: DeviceDetails | None = None) -> None:
         logits = self.outputs().logits
@@ -222,6 +243,13 @@ class FixedSteps:
             self._logits = torch.zeros(shape, device=self._device)
         return self._logits
 
+    @cached_property
+    def states(self) -> Tensor:
+        """States of the last replayed step that a speculator reads, float32 [any, width]."""
+        assert self._on.reader is not None, "there is no speculator"
+        shape = self._max_rows + MAX_PROMPT_TOKENS, self._on.reader.width
+        return torch.zeros(shape, device=self._device)
+
     def make_parts(self, size: GraphSize, uploads: Uploads) -> StepParts:
         """Return the parts of a step of this size, and stage a step of idle rows for them."""
         assert self._on.slots is not None or not size.has_adapters, "there are no slots of adapters"
@@ -236,10 +264,14 @@ class FixedSteps:
         details = self.details.first(num_sampled)
         memory = self._round.take(num_sampled)
 
+        states = None if self._on.reader is None else self.states[: size.num_tokens]
+
         def forward() -> None:
-            computed = self._on.compute(staged, tensors, inputs).logits
-            assert computed is not None
-            logits.copy_(computed)
+            computed = self._on.compute(staged, tensors, inputs)
+            assert computed.logits is not None
+            logits.copy_(computed.logits)
+            if states is not None and computed.tapped is not None:
+                states.copy_(computed.tapped)
 
         def sample() -> None:
             self._on.sample(logits, staged.sampled_rows, answers)

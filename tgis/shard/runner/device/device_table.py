@@ -149,6 +149,11 @@ class DeviceTable(RowTable):
         self.lengths[rows] = lengths + 1
         self.ended[rows] |= lengths + 1 >= self.limit[rows]
 
+    def number_sequences(self, rows: Integers) -> Integers:
+        """Return the numbers of the sequences of rows. Rows that are opened or closed get other numbers."""
+        numbers: Integers = self._sequence_numbers[rows]
+        return numbers
+
     def are_current(self, sampled: SampledRows) -> Booleans:
         """Return bool [n], True for samples of rows that still have the same sequence."""
         current: Booleans = self._sequence_numbers[sampled.rows] == sampled.sequence_numbers

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -46,6 +46,16 @@ class CapturedStep(NamedTuple):
     parts: StepParts  # kept because the graphs use its memory
 
 
+class OtherGraphs(Protocol):
+    """Graphs that are captured after those of steps."""
+
+    def capture(self, sizes: Iterable[int]) -> None:
+        """Capture graphs for these numbers of rows, as far as possible."""
+
+    def clear(self) -> None:
+        """Drop all graphs."""
+
+
 class _Outcome(IntEnum):
     """Outcome of a capture, the worst first."""
 
@@ -69,7 +79,7 @@ def _no_garbage_collection() -> Iterator[None]:
 class StepGraphs:
     """Captured steps by size. `make_parts` returns the parts of a step of a given size; `memory_left` returns
     the free bytes of the device as its driver counts them. With `has_drafts`, the sampling after drafts is
-    captured, too.
+    captured, too, and with `proposals` those of a speculator.
 
     All ranks must have the same graphs, because graphs contain collectives. `agree` returns the smallest of
     the ranks' values."""
@@ -82,6 +92,7 @@ class StepGraphs:
         clock: Callable[[], float] = time.monotonic,
         agree: Callable[[int], int] = lambda value: value,
         has_drafts: bool = False,
+        proposals: OtherGraphs | None = None,
     ):
         self._stream = stream
         self._make_parts = make_parts
@@ -89,6 +100,7 @@ class StepGraphs:
         self._agree = agree
         self._clock = clock
         self._has_drafts = has_drafts
+        self._proposals = proposals
         self._steps: dict[GraphSize, CapturedStep] = {}  # sorted by number of tokens
         self.refusal: str | None = None
         """Reason why steps could not be captured."""
@@ -130,6 +142,9 @@ class StepGraphs:
                 kind = [size for size in missing if _kind_of(size) == (has_adapters, has_prompts)]
                 kind.sort(key=lambda size: (size.num_tokens, size), reverse=True)  # the same on all ranks
                 self._capture_kind(kind, began + limit)
+            if self._proposals is not None:
+                plain = [size.num_rows for size in self._steps if _kind_of(size) == (False, False)]
+                self._proposals.capture(plain)
         self._steps = dict(sorted(self._steps.items(), key=lambda item: item[0].num_tokens))
 
     def _capture_kind(self, sizes: Sequence[GraphSize], end: float) -> None:
@@ -149,6 +164,8 @@ class StepGraphs:
     def clear(self) -> None:
         """Drop all graphs. Their memory becomes free when the device's cached memory is released."""
         self._steps = {}
+        if self._proposals is not None:
+            self._proposals.clear()
 
     def _add(self, size: GraphSize) -> bool:
         """Capture a step. Log a warning and return False if no further step of its kind can be captured."""

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from tgis.shard.runner.device.details.prompt_tokens import PromptDetails
 from tgis.shard.runner.device.device_rows import RowUpdates, apply_updates
 from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSteps
 from tgis.shard.runner.device.device_table import SampledRows
+from tgis.shard.runner.device.drafts.captured_speculator import CapturedSpeculator
+from tgis.shard.runner.device.drafts.followed_steps import FollowedStates, FollowedStep, FollowedSteps
 from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
 from tgis.shard.runner.device.masks import MaskUploads
 from tgis.shard.runner.device.pending_step import Clock, PendingStep
@@ -35,6 +38,7 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.host_sampler import HostSampler
 from tgis.shard.runner.interface import Pending
 from tgis.shard.runner.model_runner import ComputedStep, close_and_open, list_saves, open_states
+from tgis.shard.runner.proposer import FollowingProposer
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import DraftMasks, Guides
@@ -55,6 +59,7 @@ class QueuedStep(NamedTuple):
     sample_next: Callable[[bool], None]
     answers: Tensor  # int32 [at least num_sampled, 2]
     details: Callable[[], DeviceDetails]  # memory of at least num_sampled
+    states: FollowedStates | None = None  # for a speculator that reads them
 
 
 class DeviceModelRunner:
@@ -77,7 +82,9 @@ class DeviceModelRunner:
         memory_left: Callable[[], int],
         agree: Callable[[int], int],
         has_drafts: bool = False,
+        speculator: FollowingProposer | None = None,
     ) -> None:
+        """Create a runner. `speculator` is the proposer of the builder."""
         self.info = info
         self.adapters = adapters
         self.model = on.model
@@ -96,7 +103,16 @@ class DeviceModelRunner:
         self._fixed = FixedSteps(on, packer, max_rows, stream)
         row_adapters = self._table.row_adapters
         self._slots = None if on.slots is None else SlotAssignments(on.slots, row_adapters)
-        self.graphs = StepGraphs(stream, self._make_parts, memory_left, agree=agree, has_drafts=has_drafts)
+        proposals = speculator.graphs if isinstance(speculator, CapturedSpeculator) else None
+        self.graphs = StepGraphs(
+            stream,
+            self._make_parts,
+            memory_left,
+            agree=agree,
+            has_drafts=has_drafts,
+            proposals=proposals,
+        )
+        self._followed = None if speculator is None else FollowedSteps(speculator, self._table, stream)
         self._is_answering = info.rank == 0
         self._inputs = PromptDetails(on, self._table, self._uploads, stream, self._is_answering)
         self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)
@@ -107,6 +123,8 @@ class DeviceModelRunner:
         self._launched.clear()
         self._table.reset()
         self._guides.reset()
+        if self._followed is not None:
+            self._followed.reset()
 
     def launch(self, request: pb.StepRequest) -> Pending:
         with torch.inference_mode():
@@ -115,10 +133,12 @@ class DeviceModelRunner:
     def _launch(self, request: pb.StepRequest) -> Pending:
         began = time.perf_counter_ns()
         response = pb.StepResponse(step_id=request.step_id)
-        self._apply_answers()
+        self._settle(request)
         assert len(self._launched) < NUM_SLOTS, "too many steps are pending"
         for problem in close_and_open(request, self._table, self._guides):
             report_problem(response, problem, self._is_answering)
+        if self._followed is not None and request.opened_rows:
+            self._followed.open_rows(np.array([message.row for message in request.opened_rows]))
         self._finish_drafts(request)
         self._open_states(request)
         self._update_slots()
@@ -134,14 +154,28 @@ class DeviceModelRunner:
             response.forward_ns = time.perf_counter_ns() - began
             return ComputedStep(response)
         draft_masks = None if host_path else self._start_masking(work)
-        step = self._queue_forward(work, has_encoded)
+        step = self._queue_forward(work, has_encoded, is_followed=any(request.followed))
+        followed = None if self._followed is None else self._followed.keep(request, work, step.states)
         self._save_states(request)
         response.path = host_path or step.path
         if not host_path:
-            return self._queue_rest(work, step, draft_masks, response)
+            began_ns = began if request.max_drafts else None
+            return self._queue_rest(work, step, draft_masks, response, followed, began_ns)
         self._sampler.answer(work, step.adapters, self._wait_for_outputs(step), response)
+        self._follow(followed)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
+
+    def _settle(self, request: pb.StepRequest) -> None:
+        """Apply the answers that are known. If there is a speculator, the requests alone decide which answers
+        are applied before a step, so that all ranks propose the same."""
+        if self._followed is None:
+            self._apply_answers()
+            return
+        is_closing = bool(request.closed_rows) and any(pending.is_followed for pending in self._launched)
+        needs_all = is_closing or bool(request.max_drafts)
+        while self._launched and (needs_all or len(self._launched) >= self.max_pending):
+            self._apply_first()
 
     def _open_states(self, request: pb.StepRequest) -> None:
         """Queue the setting of the states of the opened rows."""
@@ -181,7 +215,7 @@ class DeviceModelRunner:
         self._stream.run(lambda: model.encode(inputs, attention))
         return True
 
-    def _queue_forward(self, work: Work, has_encoded: bool = False) -> QueuedStep:
+    def _queue_forward(self, work: Work, has_encoded: bool = False, is_followed: bool = False) -> QueuedStep:
         slots, adapters = self._find_adapters(work)
         arrays, size = self._packer.pack_step(work, self._table.take_blocks(), slots)
         virtual = self._packer.virtual_tokens(work)
@@ -203,7 +237,8 @@ class DeviceModelRunner:
         staged = StagedStep(*self._send_step(arrays))
         if self._slots is not None:
             size = size._replace(max_rank=self._slots.max_rank)
-        step = EagerStep(self._on, staged, size, virtual, adapters)
+        on = self._on if is_followed else replace(self._on, reader=None)
+        step = EagerStep(on, staged, size, virtual, adapters)
         self._stream.run(step.forward)
 
         def sample(is_detailed: bool) -> None:
@@ -215,9 +250,9 @@ class DeviceModelRunner:
             self._stream.run(lambda: step.sample_next(details))
 
         at = np.arange(len(work.sampled_rows))
-        return QueuedStep(
-            path, at, step.adapters, step.outputs, sample, sample_next, step.answers, lambda: step.details
-        )
+        states = None if on.reader is None else FollowedStates(step.states, np.arange(size.num_tokens))
+        answers = step.answers, lambda: step.details
+        return QueuedStep(path, at, step.adapters, step.outputs, sample, sample_next, *answers, states)
 
     def _find_adapters(self, work: Work) -> tuple[Words, TokenAdapters | None]:
         """Return the slot of each sequence's adapter, empty if there are none, or the adapters of the tokens
@@ -265,7 +300,17 @@ class DeviceModelRunner:
                 self._stream.run(parts.sample_next_detailed if is_detailed else parts.sample_next)
 
         fixed = self._fixed
-        return QueuedStep(path, at, None, outputs, sample, sample_next, fixed.answers, lambda: fixed.details)
+        states = self._find_states(captured.size, len(arrays.token_rows), num_single)
+        answers = fixed.answers, lambda: fixed.details
+        return QueuedStep(path, at, None, outputs, sample, sample_next, *answers, states)
+
+    def _find_states(self, size: GraphSize, num_tokens: int, num_single: int) -> FollowedStates | None:
+        """Return the states of a replayed step. Prompts are after the tokens of all its rows."""
+        if self._on.reader is None:
+            return None
+        at = np.arange(num_tokens)
+        at[num_single:] += size.num_rows - num_single
+        return FollowedStates(lambda: self._fixed.states[: size.num_tokens].clone(), at)
 
     def _send_step(self, arrays: StagedArrays) -> list[Tensor]:
         """Upload a step and the pending updates of rows."""
@@ -286,7 +331,13 @@ class DeviceModelRunner:
         self._stream.run(torch.inference_mode()(lambda: apply_updates(updates, state)))
 
     def _queue_rest(
-        self, work: Work, step: QueuedStep, draft_masks: DraftMasks | None, response: pb.StepResponse
+        self,
+        work: Work,
+        step: QueuedStep,
+        draft_masks: DraftMasks | None,
+        response: pb.StepResponse,
+        followed: FollowedStep | None,
+        began_ns: int | None,
     ) -> PendingStep:
         """Queue a step's sampling and the copy of its answers."""
         sampled = self._table.name_sampled(work)
@@ -302,8 +353,9 @@ class DeviceModelRunner:
             details = self._details.queue(inputs, sampled.rows, described)
         event = slot.last_use = self._stream.record()
         self._table.plan_tokens(sampled.first_rows)
+        copied = step.sampled_at, slot, event, self._clock, details
         pending = PendingStep(
-            response, self._is_answering, sampled, step.sampled_at, slot, event, self._clock, details
+            response, self._is_answering, sampled, *copied, followed, work.num_proposed, began_ns
         )
         self._launched.append(pending)
         return pending
@@ -356,8 +408,7 @@ class DeviceModelRunner:
             return bool(np.isin(rows, sampled.rows[current & (sampled.rounds > 0)]).any())
 
         while any(is_needed(pending.sampled) for pending in self._launched):
-            self._launched[0].finish()
-            self._apply_answers()
+            self._apply_first()
 
     def _queue_answers(self, step: QueuedStep, memory: Tensor) -> None:
         answers = step.answers[: int(step.sampled_at.max()) + 1].view(-1)
@@ -370,8 +421,7 @@ class DeviceModelRunner:
         if not len(masked):
             return
         while any(np.isin(masked, pending.sampled.rows).any() for pending in self._launched):
-            self._launched[0].finish()
-            self._apply_answers()
+            self._apply_first()
         live = masked[~self._table.ended[masked]]
         self._send_greens(live[self._table.is_marked[live]])
         self._send_grammar_masks(live[self._guides.has_guide(live)], response)
@@ -416,17 +466,25 @@ class DeviceModelRunner:
         return step.outputs()
 
     def _wait_for_answers(self) -> None:
-        for pending in self._launched:
-            pending.finish()
-        self._apply_answers()
+        while self._launched:
+            self._apply_first()
 
     def _apply_answers(self) -> None:
-        """Apply the answers of finished steps to the table and the guides."""
+        """Apply the answers of finished steps."""
         while self._launched and self._launched[0].is_finished:
-            pending = self._launched.popleft()
-            answers = pending.finish()
-            rows, token_ids, ended = self._table.apply(pending.sampled, answers[:, 0], answers[:, 1])
-            self._guides.advance(rows, token_ids, ended)
+            self._apply_first()
+
+    def _apply_first(self) -> None:
+        """Wait for the first launched step. Apply its answers to the table and the guides."""
+        pending = self._launched.popleft()
+        answers = pending.finish()
+        rows, token_ids, ended = self._table.apply(pending.sampled, answers[:, 0], answers[:, 1])
+        self._guides.advance(rows, token_ids, ended)
+        self._follow(pending.followed)
+
+    def _follow(self, step: FollowedStep | None) -> None:
+        if self._followed is not None and step is not None:
+            self._followed.follow(step)
 
     def _make_parts(self, size: GraphSize) -> StepParts:
         return self._fixed.make_parts(size, self._uploads)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from tgis.shard.kernels.cuda.step_state import Flag
 from tgis.shard.runner import step_response
 from tgis.shard.runner.device.details.copies import PendingDetails
 from tgis.shard.runner.device.device_table import SampledRows
+from tgis.shard.runner.device.drafts.followed_steps import FollowedStep
 from tgis.shard.runner.device.stream import Event
 from tgis.shard.runner.device.uploads import PinnedSlot, Words
 from tgis.shard.runner.row_table import Integers
@@ -40,10 +41,16 @@ class PendingStep:
         event: Event,
         clock: Clock,
         details: PendingDetails | None = None,
+        followed: FollowedStep | None = None,
+        num_proposed: Mapping[int, int] = {},
+        began_ns: int | None = None,
     ):
         """Create a step whose rows have their answers at the indices `at` [num_sampled]. `details` are those
-        that the response reports."""
+        that the response reports. `followed` has the work that a speculator follows, and `num_proposed` the
+        number of drafts that the shard proposed, by row. The step began at `began_ns`, by default now."""
         self.sampled = sampled
+        self.followed = followed
+        self._num_proposed = num_proposed
         self._response = response
         self._is_answering = is_answering
         self._at = at
@@ -51,13 +58,18 @@ class PendingStep:
         self._event = event
         self._clock = clock
         self._details = details
-        self._began_ns = time.perf_counter_ns()
+        self._began_ns = time.perf_counter_ns() if began_ns is None else began_ns
         self._lock = threading.Lock()
         self._answers: Words | None = None
 
     @property
     def is_finished(self) -> bool:
         return self._answers is not None
+
+    @property
+    def is_followed(self) -> bool:
+        """True if a speculator follows a row of the step."""
+        return self.followed is not None and len(self.followed.followed.rows) > 0
 
     def answer(self) -> pb.StepResponse:
         self.finish()
@@ -90,7 +102,7 @@ class PendingStep:
         parts = list(self._split_rounds(answers))
         self._response.digest = step_response.digest(parts)
         if self._is_answering:
-            step_response.write_sampled(self._response, parts, {})
+            step_response.write_sampled(self._response, parts, self._num_proposed)
         for row in rows[np.flatnonzero(flags & Flag.UNUSABLE)].tolist():
             report_problem(self._response, Problem(row, step_response.NOT_FINITE), self._is_answering)
 

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.models.interface import SpeculativeModel
+from tgis.shard.memory.placing import place
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
-from tgis.shard.runner.proposer import NO_TOKENS, FollowedWork
+from tgis.shard.runner.proposer import NO_TOKENS, FollowedWork, TakeStates
 from tgis.shard.runner.proposers.cached_tokens import CachedTokens
 from tgis.shard.runner.proposers.head_forward import HeadForward
 from tgis.shard.runner.row_table import Integers, Layout, TokenIds
@@ -27,16 +26,9 @@ class DraftHeadProposer:
     prefix cache, so the head keeps the state of each block's last token. A row whose states are not known
     gets no drafts."""
 
-    def __init__(
-        self,
-        forward: HeadForward,
-        model: SpeculativeModel,
-        builder: BatchBuilder,
-        num_blocks: int,
-    ):
+    def __init__(self, forward: HeadForward, builder: BatchBuilder, num_blocks: int):
         self._forward = forward
-        self._head = head = forward.head
-        self._model = model
+        head = forward.head
         self._builder = builder
         self._table = table = builder.table
         self._cached = CachedTokens(table, num_blocks)
@@ -57,7 +49,7 @@ class DraftHeadProposer:
         self._num_held[rows] = 0
         self._is_known[rows] = False
 
-    def follow(self, work: FollowedWork, x: Tensor, adapters: TokenAdapters | None) -> None:
+    def follow(self, work: FollowedWork, take: TakeStates) -> None:
         """Keep the states of a step's tokens, or compute the tokens after them."""
         rows, starts, ends, begins = work
         self._begin_rows(rows, starts)
@@ -69,11 +61,9 @@ class DraftHeadProposer:
             return
         rows, starts, ends, begins = rows[some], starts[some], ends[some], begins[some]
         layout = Layout.of(starts, ends)
-        at = torch.from_numpy((begins - layout.begins[:-1])[layout.sequence] + np.arange(layout.begins[-1]))
+        at = (begins - layout.begins[:-1])[layout.sequence] + np.arange(layout.begins[-1])
         with torch.inference_mode():
-            states = x[at]
-            if not self._head.taps:
-                states = self._model.final_states(states, adapters and adapters.take(at))
+            states = take(at)
             self._keep_ends(rows[layout.sequence], layout.positions, states)
             self._keep(rows, ends, layout, states)
 
@@ -100,11 +90,11 @@ class DraftHeadProposer:
         """Set the state before the first tokens of new rows, if it is known."""
         sharing = self._cached.see_blocks(rows, starts)
         first = rows[starts == 0]
-        self._held[torch.from_numpy(first), 0] = 0.0
+        self._held[self._place(first), 0] = 0.0
         sharing = sharing[self._cached.counts[sharing] > 0]
         lasts = self._cached.counts[sharing] // self._table.block_size - 1
         blocks = self._table.block_tables[sharing, lasts].astype(np.int64)
-        self._held[torch.from_numpy(sharing), 0] = self._ends[torch.from_numpy(blocks)]
+        self._held[self._place(sharing), 0] = self._ends[self._place(blocks)]
         for begun in (first, sharing):
             self._num_held[begun] = 1
             self._is_known[begun] = True
@@ -113,19 +103,19 @@ class DraftHeadProposer:
         size = self._table.block_size
         (at,) = (positions % size == size - 1).nonzero()
         blocks = self._table.block_tables[rows[at], positions[at] // size].astype(np.int64)
-        self._ends[torch.from_numpy(blocks)] = states[torch.from_numpy(at)]
+        self._ends[self._place(blocks)] = states[self._place(at)]
 
     def _keep(self, rows: Integers, ends: Integers, layout: Layout, states: Tensor) -> None:
         """Hold the new states of rows. If some have to be used, use those of all rows together."""
         held = self._num_held[rows]
         counts = np.diff(layout.begins)
         if not self._must_use(rows, ends, counts):
-            places = torch.from_numpy(Layout.of(held, held + counts).positions)
-            self._held[torch.from_numpy(rows[layout.sequence]), places] = states
+            places = self._place(Layout.of(held, held + counts).positions)
+            self._held[self._place(rows[layout.sequence]), places] = states
             self._num_held[rows] += counts
             return
         self._use(rows, ends, layout.begins[:-1], states)
-        self._held[torch.from_numpy(rows), 0] = states[torch.from_numpy(layout.begins[1:] - 1)]
+        self._held[self._place(rows), 0] = states[self._place(layout.begins[1:] - 1)]
         self._num_held[rows] = 1
 
     def _must_use(self, rows: Integers, ends: Integers, counts: Integers) -> bool:
@@ -147,10 +137,11 @@ class DraftHeadProposer:
         number = layout.positions - starts[layout.sequence]
         held = self._num_held[rows][layout.sequence]
         is_held = number < held
+        old, new = is_held.nonzero()[0], (~is_held).nonzero()[0]
         before = torch.empty(len(number), states.shape[1], device=states.device)
-        before[torch.from_numpy(is_held)] = self._take_held(rows[layout.sequence][is_held], number[is_held])
-        at = (begins[layout.sequence] + number - held)[~is_held]
-        before[torch.from_numpy(~is_held)] = states[torch.from_numpy(at)]
+        before[self._place(old)] = self._take_held(rows[layout.sequence][old], number[old])
+        at = (begins[layout.sequence] + number - held)[new]
+        before[self._place(new)] = states[self._place(at)]
         some = ends > starts
         self._advance(rows[some], starts[some], ends[some], before)
         self._cached.advance(rows, ends)
@@ -162,18 +153,18 @@ class DraftHeadProposer:
         number = layout.positions - starts[layout.sequence]
         before = self._take_held(rows[layout.sequence], number)
         after = self._advance(rows, starts, lengths, before)
-        states = after[torch.from_numpy(layout.begins[1:] - 1)]
+        states = after[self._place(layout.begins[1:] - 1)]
         self._cached.advance(rows, lengths)
         self._num_held[rows] = 0
         drafts = np.zeros((len(rows), int(max_drafts.max())), np.int32)
         drafts[:, 0] = self._choose(states)
         live = np.arange(len(rows))
         for count in range(1, drafts.shape[1]):
-            is_live = max_drafts[live] > count
-            live = live[is_live]
+            (kept,) = (max_drafts[live] > count).nonzero()
+            live = live[kept]
             ends = lengths[live] + count
             self._table.token_ids[rows[live], ends - 1] = drafts[live, count - 1]
-            states = self._advance(rows[live], ends - 1, ends, states[torch.from_numpy(is_live)])
+            states = self._advance(rows[live], ends - 1, ends, states[self._place(kept)])
             drafts[live, count] = self._choose(states)
         return [ids[:count] for ids, count in zip(drafts, max_drafts.tolist(), strict=True)]
 
@@ -190,4 +181,7 @@ class DraftHeadProposer:
         return self._forward.advance(states, inputs)
 
     def _take_held(self, rows: Integers, numbers: Integers) -> Tensor:
-        return self._held[torch.from_numpy(rows), torch.from_numpy(numbers)]
+        return self._held[self._place(rows), self._place(numbers)]
+
+    def _place(self, at: Integers) -> Tensor:
+        return place(at, self._table.device)

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.memory.placing import place
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.forward import Forward
-from tgis.shard.runner.proposer import NO_TOKENS, FollowedWork
+from tgis.shard.runner.proposer import NO_TOKENS, FollowedWork, TakeStates
 from tgis.shard.runner.proposers.cached_tokens import CachedTokens
 from tgis.shard.runner.row_table import Integers, Layout, TokenIds
 from tgis.shard.speculators.draft_model import DraftModel
@@ -53,7 +53,7 @@ class DraftModelProposer:
         for row in rows.tolist():
             self._fed[row] = NO_TOKENS
 
-    def follow(self, work: FollowedWork, x: Tensor, adapters: TokenAdapters | None) -> None:
+    def follow(self, work: FollowedWork, take: TakeStates) -> None:
         """Compute the prompts among a step's tokens."""
         self._cached.see_blocks(work.rows, work.starts)
         lengths = self._table.rows["opened_len"][work.rows]
@@ -105,7 +105,7 @@ class DraftModelProposer:
         logits = self._compute(rows, starts, ends, layout, scored)
         assert logits is not None, "every row has a token"
         if len(scored) > len(rows):
-            logits = logits[torch.from_numpy(lasts)]
+            logits = logits[place(lasts, self._table.device)]
         token_ids: TokenIds = logits[:, : self._draft.num_token_ids].argmax(-1).numpy(force=True)
         return token_ids.astype(np.int32)
 

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.models.interface import SpeculativeModel
-from tgis.shard.runner.proposer import NO_TOKENS, FollowedWork
+from tgis.shard.memory.placing import place
+from tgis.shard.runner.proposer import NO_TOKENS, FollowedWork, TakeStates
 from tgis.shard.runner.row_table import Integers, RowTable, TokenIds
 from tgis.shard.speculators.interface import Speculator, StageRunner, run_stage
 
@@ -19,16 +17,16 @@ class SpeculatorProposer:
     def __init__(
         self,
         speculator: Speculator,
-        model: SpeculativeModel,
+        width: int,
         table: RowTable,
         run: StageRunner = run_stage,
     ) -> None:
+        """`width` is that of the model's states."""
         self._speculator = speculator
         self._run = run
-        self._model = model
         self._table = table
         num_rows = len(table.rows)
-        self._states = torch.zeros(num_rows, model.prompt_width, device=table.device)
+        self._states = torch.zeros(num_rows, width, device=table.device)
         # Number of tokens of a row when its state was kept. A state of another length is not used.
         self._lengths = np.zeros(num_rows, np.int64)
 
@@ -38,7 +36,7 @@ class SpeculatorProposer:
     def open_rows(self, rows: Integers) -> None:
         self._lengths[rows] = 0
 
-    def follow(self, work: FollowedWork, x: Tensor, adapters: TokenAdapters | None) -> None:
+    def follow(self, work: FollowedWork, take: TakeStates) -> None:
         """Keep the states of a step's rows."""
         lengths = self._table.lengths[work.rows]
         # The last token was sampled from the state of the one before it.
@@ -47,10 +45,7 @@ class SpeculatorProposer:
         rows = work.rows[is_computed]
         if not len(rows):
             return
-        index = torch.from_numpy((work.begins + at)[is_computed])
-        self._states[torch.from_numpy(rows)] = self._model.final_states(
-            x[index], adapters and adapters.take(index)
-        )
+        self._states[place(rows, self._table.device)] = take((work.begins + at)[is_computed])
         self._lengths[rows] = lengths[is_computed]
 
     def skip(self, rows: Integers, starts: Integers) -> None:
@@ -64,10 +59,18 @@ class SpeculatorProposer:
         num_tokens = min(int(max_drafts[known].max(initial=0)), self._speculator.num_tokens)
         if not num_tokens:
             return proposed
-        newest = torch.tensor([int(token_ids[i][-1]) for i in known.tolist()])
-        states = self._states[torch.from_numpy(rows[known])]
-        with torch.inference_mode():
-            drafts = self._speculator.propose(states, newest.to(states.device), num_tokens, self._run)
-        for i, ids in zip(known.tolist(), drafts.numpy(force=True).astype(np.int32), strict=True):
+        newest = np.array([token_ids[i][-1] for i in known.tolist()])
+        drafts = self._draft(rows[known], newest, num_tokens)
+        for i, ids in zip(known.tolist(), drafts, strict=True):
             proposed[i] = ids[: max_drafts[i]]
         return proposed
+
+    def _draft(self, rows: Integers, token_ids: TokenIds, num_tokens: int) -> TokenIds:
+        """Return drafts [n, num_tokens] of rows, given their last tokens."""
+        device = self._table.device
+        with torch.inference_mode():
+            states = self._states[place(rows, device)]
+            newest = place(token_ids.astype(np.int64), device)
+            drafts = self._speculator.propose(states, newest, num_tokens, self._run)
+        chosen: TokenIds = drafts.numpy(force=True).astype(np.int32)
+        return chosen

@@ -1,0 +1,1 @@
+"""Drafts of a speculator on a device."""
