@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,8 +174,9 @@ def test_a_process_that_ends_in_the_middle(
     assert begun.wait(30)
     [part] = wait_for(lambda: [p for p in (entry / "blobs").glob("*.incomplete") if p.stat().st_size])
     process.send_signal(number)
-    if number == signal.SIGTERM:
-        process.send_signal(number)  # which does not wait for the hub
+    while process.poll() is None:  # the second SIGTERM does not wait for the hub
+        time.sleep(0.1)
+        process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode != 0
     assert not (entry / "refs").exists()

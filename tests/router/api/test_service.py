@@ -228,7 +228,7 @@ async def test_a_call_whose_deadline_has_passed_is_never_computed(tmp_path: Path
         scene.shard.model.refuses = lambda row: prompts.append(integers(row.token_ids)) is not None
         busy = asyncio.create_task(served.service.generate(call))
         await until(lambda: len(prompts) == 1)
-        late = replace(call, texts=["girl bread"], deadline=time.monotonic() + late_s)
+        late = replace(call, texts=["girl bread"], time_left_s=late_s)
         waiting = asyncio.create_task(served.service.generate(late))
         await until(lambda: scene.metrics.resource_counts["request"].created == 2)
         time.sleep(max(late_s, 0))  # noqa: ASYNC251  # the event loop is late

@@ -208,6 +208,7 @@ class GenerationService:
     async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:
         """Acquire a call's resources in the engine, validate the call, and release the resources at the
         end."""
+        deadline = None if call.time_left_s is None else time.monotonic() + call.time_left_s
         engine, validator, rules = self._engine, self._validator, self._rules_of(call.tenant)
         name = CallName(call.tenant, call.client_id) if call.client_id else None
         limits = rules.limits(call.tenant)
@@ -225,7 +226,7 @@ class GenerationService:
             spec = spec._replace(grammar=grammar, adapters=adapters, request_id=request_id, priority=priority)
             specs = await validator.specs(call, spec)
             account.accept(spec.stopping.max_new_tokens, specs)
-            yield _Admitted(account, claim_id, specs, self._text_maker(call, stops), call.deadline)
+            yield _Admitted(account, claim_id, specs, self._text_maker(call, stops), deadline)
         finally:
             engine.release(claim_id)
             self._num_admitted -= 1

@@ -43,8 +43,8 @@ class GenerationCall:
     tenant: str = ""
     """Name from the caller's certificate or token; empty if there is none."""
     api: ApiRules = field(kw_only=True)
-    deadline: float | None = None
-    """Time on the monotonic clock at which the client stops waiting, if the API's protocol says so."""
+    time_left_s: float | None = None
+    """Time for which the client will wait, if the API's protocol says so."""
     shown_special_ids: frozenset[int] = frozenset()
     """Special tokens that answers show although they omit other special tokens."""
     make_stop_scope: Callable[[], StopScope] | None = None

@@ -29,15 +29,15 @@ def read_batch(
     metadata: CallMetadata = NO_METADATA,
     connection: str = "",
     tenant: str = "",
-    deadline: float | None = None,
+    time_left_s: float | None = None,
 ) -> GenerationCall:
     num_texts = len(request.requests)
     kind = "single" if num_texts == 1 else "batch"
     if num_texts > MAX_ITEMS:
         refused, texts = metadata._replace(refusal=TOO_MANY_REQUESTS), [""] * num_texts
-        return _read_call(request, "Generate", kind, texts, refused, connection, tenant, deadline)
+        return _read_call(request, "Generate", kind, texts, refused, connection, tenant, time_left_s)
     texts = [item.text for item in request.requests]
-    return _read_call(request, "Generate", kind, texts, metadata, connection, tenant, deadline)
+    return _read_call(request, "Generate", kind, texts, metadata, connection, tenant, time_left_s)
 
 
 def read_single(
@@ -45,10 +45,10 @@ def read_single(
     metadata: CallMetadata = NO_METADATA,
     connection: str = "",
     tenant: str = "",
-    deadline: float | None = None,
+    time_left_s: float | None = None,
 ) -> GenerationCall:
     texts = [request.request.text]
-    return _read_call(request, "GenerateStream", "stream", texts, metadata, connection, tenant, deadline)
+    return _read_call(request, "GenerateStream", "stream", texts, metadata, connection, tenant, time_left_s)
 
 
 def _read_call(
@@ -59,7 +59,7 @@ def _read_call(
     metadata: CallMetadata,
     connection: str,
     tenant: str,
-    deadline: float | None,
+    time_left_s: float | None,
 ) -> GenerationCall:
     return GenerationCall(
         method,
@@ -76,7 +76,7 @@ def _read_call(
         inputs_are_ids=metadata.inputs_are_ids,
         tenant=tenant,
         api=FMAAS,
-        deadline=deadline,
+        time_left_s=time_left_s,
     )
 
 

@@ -8,7 +8,6 @@ from tgis.router.api.fmaas.call_metadata import CallMetadata, read_metadata
 from tgis.router.api.fmaas.messages import ResponseWriter, read_batch, read_single
 from tgis.router.api.fmaas.rules import FMAAS
 from tgis.router.api.fmaas.trailing_metadata import CallEnd, trailing_metadata
-from tgis.router.api.grpc.call_deadline import deadline_of
 from tgis.router.api.grpc.call_status import Context
 from tgis.router.api.service import GenerationService, Result
 from tgis.router.api.tenants import tenant_of
@@ -29,7 +28,7 @@ class GenerationServicer(GenerationServiceServicer):
         self, request: pb.BatchedGenerationRequest, context: Context
     ) -> pb.BatchedGenerationResponse:
         metadata = _metadata(context)
-        call = read_batch(request, metadata, context.peer(), tenant_of(context), deadline_of(context))
+        call = read_batch(request, metadata, context.peer(), tenant_of(context), context.time_remaining())
         results = await self._service.generate(call)
         context.set_trailing_metadata(trailing_metadata(map(_end, results)))
         return self._writer_for(metadata).batch(request, results, self._service.is_encoder_decoder)
@@ -39,7 +38,7 @@ class GenerationServicer(GenerationServiceServicer):
     ) -> AsyncGenerator[pb.GenerationResponse | bytes, None]:
         metadata = _metadata(context)
         writer = self._writer_for(metadata)
-        call = read_single(request, metadata, context.peer(), tenant_of(context), deadline_of(context))
+        call = read_single(request, metadata, context.peer(), tenant_of(context), context.time_remaining())
         async with self._service.stream(call) as ((spec, outputs),):
             yield writer.header(request, spec)
             async for output in outputs:

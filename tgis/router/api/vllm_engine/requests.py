@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from tgis.router.api.grpc.call_deadline import deadline_of
 from tgis.router.api.grpc.call_status import Context
 from tgis.router.api.grpc.described_fields import describe_fields
 from tgis.router.api.grpc.priority_metadata import ALLOWED_PRIORITY, PRIORITY, PRIORITY_KEY
@@ -59,7 +58,7 @@ def read_call(request: pb.GenerateRequest, context: Context) -> GenerationCall:
         client_id=request.request_id,
         tenant=tenant_of(context),
         api=VLLM_ENGINE,
-        deadline=deadline_of(context),
+        time_left_s=context.time_remaining(),
     )
 
 
