@@ -124,8 +124,21 @@ def test_graphs_answer_with_rounded_keys_and_values(kind: str, scaled: Path) -> 
     torch.testing.assert_close(torch.tensor(request.logprobs), expected, rtol=0, atol=2e-4)
 
 
-def test_a_gpu_s_kernels_are_checked_with_the_cache_s_type(scaled: Path) -> None:
-    spec = prepare(configure(scaled)).choice.spec
+@pytest.mark.slow
+@FLOAT_TYPES
+def test_transformers_code_on_gpus_answers_with_rounded_keys_and_values(kind: str, scaled: Path) -> None:
+    options = {"kv_cache_dtype": kind, "deployment_framework": "hf_transformers", "max_step_tokens": 16}
+    runner = load(configure(scaled, **options, speculate=3), on=late_platform(LateDevice()))
+    assert runner.info.cache_dtype == kind
+    request = Request(list(range(5, 40)), 12, details={"logprobs": True})
+    Router(runner).run([Request([7, 8, 9], 9), request, Request(list(range(40, 60)), 5)])
+    expected = score(scaled, request, TYPES[kind], SCALES)
+    torch.testing.assert_close(torch.tensor(request.logprobs), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("framework", ["tgis_native", "hf_transformers"])
+def test_a_gpu_s_kernels_are_checked_with_the_cache_s_type(framework: str, scaled: Path) -> None:
+    spec = prepare(configure(scaled, deployment_framework=framework)).choice.spec
     for option, expected in (("auto", None), ("int8", None), ("fp8", E4M3), ("fp8_e5m2", E5M2)):
         assert find_sizes(spec, 1, cache_type=find_float8(option)).cache_types == (expected,)
 

@@ -95,6 +95,7 @@ def find_sizes(
             states=None,
             experts=None,
             codes=(),
+            cache_types=(cache_type,),
         )
     if not isinstance(layers, LayerSpec):
         return replace(SMALL, codes=codes, cache_types=(cache_type,))
