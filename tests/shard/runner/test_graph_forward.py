@@ -78,3 +78,15 @@ def test_the_sizes_used_last_are_kept(
         compute(runner, draw_ids(0, length))
     kept = [forward.find_graph(LENGTH - less) is not None for less in range(3)]
     assert kept == [True, False, True]
+
+
+def test_prompts_of_other_lengths_use_the_memory_of_the_longest(
+    runner: ModelRunner, forward: GraphForward
+) -> None:
+    compute(runner, draw_ids(0, LENGTH))
+    pool = forward._recorder.pool
+    num_bytes = pool.num_bytes
+    for length in (LENGTH - 1, LENGTH // 2, LENGTH // 4):
+        compute(runner, draw_ids(0, length))
+        assert forward.find_graph(length) is not None
+    assert pool.num_bytes == num_bytes

@@ -53,13 +53,13 @@ class MemoryPool:
         count = math.prod(shape)
         # Sizes are rounded up so that similar ones can share buffers.
         size = max(_ALIGNMENT, 1 << (4 * count - 1).bit_length())
-        slab = self._free[size].pop() if self._free[size] else self._allocate(size)
+        slab = self._take(size)
         view = slab[: 4 * count].view(np.float32)
         key = id(view)
 
         def give_back(_: Any) -> None:
             del self._lent[key]
-            self._free[size].append(slab)
+            self._free[len(slab)].append(slab)
 
         self._lent[key] = weakref.ref(view, give_back)
         return torch.from_numpy(view).view(shape)
@@ -69,6 +69,12 @@ class MemoryPool:
         the beginning of its buffer, and may have some of its columns only."""
         slab = self._slabs[x.data_ptr()]
         return torch.from_numpy(slab.view(np.float32)).as_strided(x.shape, x.stride())
+
+    def _take(self, size: int) -> Any:
+        """Return the smallest free buffer of at least `size` bytes, so that graphs of few tokens need no more
+        memory than those of many."""
+        fitting = [each for each, slabs in self._free.items() if slabs and each >= size]
+        return self._free[min(fitting)].pop() if fitting else self._allocate(size)
 
     def _allocate(self, size: int) -> Any:
         self.num_bytes += size
