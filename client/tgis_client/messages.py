@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tgis_client.arguments import CallArguments
+from tgis_client.errors import SettingsError
 from tgis_client.parameters import Parameters
 from tgis_client.pb import generation_pb2 as pb
 from tgis_client.results import (
@@ -60,6 +61,14 @@ def _ids(arguments: CallArguments) -> dict[str, Any]:
 
 
 def _parameters(given: Parameters) -> pb.Parameters:
+    """Return the message of these parameters. Raises SettingsError if its fields cannot hold them."""
+    try:
+        return _unchecked_parameters(given)
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"the parameters cannot be sent: {error}") from error
+
+
+def _unchecked_parameters(given: Parameters) -> pb.Parameters:
     message = pb.Parameters(
         method="SAMPLE" if given.is_sampling else "GREEDY",
         sampling=pb.SamplingParameters(

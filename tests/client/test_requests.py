@@ -185,6 +185,12 @@ def test_one_text_is_not_taken_for_several(name: str) -> None:
         Parameters(**{name: "abc"})
 
 
+@pytest.mark.parametrize(("name", "value"), [("max_new_tokens", -5), ("top_k", "many")])
+def test_values_that_no_field_can_hold(open_client: OpenClient, target: str, name: str, value: Any) -> None:
+    with open_client(target) as client, pytest.raises(SettingsError, match="the parameters cannot be sent"):
+        client.generate("a", Parameters(**{name: value}))
+
+
 def test_it_samples_if_a_parameter_of_sampling_is_set() -> None:
     for name in ("temperature", "top_k", "top_p", "typical_p", "min_p", "seed"):
         assert Parameters(**{name: 0}).is_sampling
