@@ -30,7 +30,8 @@ def main() -> None:
     model = shapes.ensure_checkpoint(options.shape, options.cache)
     quantize = "int8" if options.int8 else None
     cache_tokens = count_cache_tokens(options.batch, options.context, options.prefill)
-    runner = load_runner(model, options.dtype, cache_tokens, quantize, options.kv_cache_dtype)
+    types = options.dtype, cache_tokens, quantize, options.kv_cache_dtype, options.cpu_arithmetic
+    runner = load_runner(model, *types)
     machine = Limits()
     width = WIDTHS[quantize or options.dtype]
     works = [Work(batch, 1, options.context) for batch in options.batch]
@@ -45,6 +46,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
     parser.add_argument("--dtype", default="float16", help="type of the weights (default %(default)s)")
     parser.add_argument("--int8", action="store_true", help="quantize the weights")
+    parser.add_argument("--cpu-arithmetic", default="float32", help="(default %(default)s)")
     parser.add_argument(
         "--kv-cache-dtype", default="auto", help="type of keys and values (default %(default)s)"
     )

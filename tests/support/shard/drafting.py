@@ -96,7 +96,13 @@ def draft_on_rank(
     """Run requests with drafts of the shard. Return their tokens, on the first rank, and the digests of all
     steps."""
     options = {"rank": group.rank, "world_size": group.size, "speculator": str(speculator)}
-    runner = load(configure(directory, **options), group)
+    return run_on_rank(load(configure(directory, **options), group), group, requests)
+
+
+def run_on_rank(
+    runner: ModelRunner, group: ProcessGroup, requests: list[Foreseen]
+) -> tuple[list[list[int]], list[int]]:
+    """Run requests like `draft_on_rank` on a rank's runner."""
     if group.rank:
         return [], list(follow(group, runner))
     relay = Relay(runner, group)

@@ -312,7 +312,8 @@ def _call_at(deadline: float | None, callback: Callable[[], object]) -> asyncio.
     delay_s = deadline - time.monotonic()
     if delay_s <= 0:
         callback()
-    return asyncio.get_running_loop().call_later(max(delay_s, 0.0), callback)
+        return None
+    return asyncio.get_running_loop().call_later(delay_s, callback)
 
 
 def _max_tokens(details: Details) -> int:

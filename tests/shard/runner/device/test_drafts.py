@@ -4,7 +4,7 @@ and with graphs. `test_verify_drafts` has the outputs."""
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import pytest
 
 from tests.support.cuda.capturing_device import CapturingDevice
 from tests.support.cuda.late_device import LateDevice
-from tests.support.cuda.poisoned import poisoned_memory
 from tests.support.cuda.runners import load_captured, load_late
 from tests.support.shard import other_device
 from tests.support.shard.checkpoints import write_llama, write_model
@@ -64,11 +63,7 @@ DECODERS = ("llama", "gpt2", "gemma2", "bloom")
 PREFIX = list(range(40, 59))
 
 
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fill new memory with values that would break any step that reads them."""
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture(scope="module")

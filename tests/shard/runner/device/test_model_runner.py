@@ -6,7 +6,7 @@ another thread."""
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.cuda.late_device import LateDevice
-from tests.support.cuda.poisoned import poisoned_memory
 from tests.support.cuda.runners import load_captured, load_late
 from tests.support.shard import other_device
 from tests.support.shard.checkpoints import write_llama
@@ -59,11 +58,7 @@ MARKED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fill new memory with values that would break any step that reads them."""
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture(scope="module")

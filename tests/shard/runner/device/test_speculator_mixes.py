@@ -2,7 +2,6 @@
 ranks, and transformers' code."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,14 @@ import pytest
 from tests.support.cuda.capturing_device import CapturingDevice
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
-from tests.support.cuda.poisoned import poisoned_memory
 from tests.support.cuda.queued_gloo import connect_queued
 from tests.support.shard.draft_heads import States
-from tests.support.shard.drafting import DraftingRouter, Foreseen
+from tests.support.shard.drafting import DraftingRouter, Foreseen, run_on_rank
 from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.eagle3_heads import make_eagle3
 from tests.support.shard.portable import plain
 from tests.support.shard.ranks import ALONE, Ranks
-from tests.support.shard.relay import Copies, Relay, follow, share
+from tests.support.shard.relay import Copies
 from tests.support.shard.speculator_scene import (
     VOCAB_SIZE,
     Base,
@@ -45,14 +43,7 @@ from tgis.shard.startup.load import load
 TOLERANCE = 0.02
 SIZES = {"max_step_tokens": 64, "cuda_graphs": "8"}
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fill new memory with values that would break any step that reads them."""
-    with poisoned_memory():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned")]
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +148,7 @@ def draft_on_rank(
     runner = load(configure(directory, **options), mine, late_platform(CapturingDevice()))
     for digest in copies.digests:
         runner.adapters.load(digest)
-    if group.rank:
-        return [], list(follow(group, runner))
-    relay = Relay(runner, group)
-    router = DraftingRouter(relay, 1.0, 0, left_to_shard=1.0)  # type: ignore[arg-type]
-    router.run([*requests])
-    share(group, b"")
-    assert router.num_proposed > 50
-    return [request.generated for request in requests], relay.digests
+    return run_on_rank(runner, group, requests)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])

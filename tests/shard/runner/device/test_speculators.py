@@ -3,7 +3,7 @@ without a speculator."""
 
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +15,12 @@ from tests.support.cuda.capturing_device import CapturingDevice
 from tests.support.cuda.fake_graph import FakeStream
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
-from tests.support.cuda.poisoned import poisoned_memory
 from tests.support.cuda.queued_gloo import connect_queued
 from tests.support.shard import other_device
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.draft_heads import States
 from tests.support.shard.draft_models import AlwaysDrafts, Oracle, SwitchedDrafts
-from tests.support.shard.drafting import DraftingRouter, Foreseen
+from tests.support.shard.drafting import DraftingRouter, Foreseen, run_on_rank
 from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.eagle3_heads import make_eagle3
 from tests.support.shard.eagle_heads import make_eagle
@@ -30,7 +29,7 @@ from tests.support.shard.mtp_heads import write_mtp
 from tests.support.shard.pipelined import PipelinedService
 from tests.support.shard.portable import plain
 from tests.support.shard.ranks import ALONE, Ranks
-from tests.support.shard.relay import Copies, Relay, follow, share
+from tests.support.shard.relay import Copies
 from tests.support.shard.scheduled import draw_ids, greedy
 from tests.support.shard.speculator_scene import (
     VOCAB_SIZE,
@@ -66,11 +65,7 @@ class Speculating(NamedTuple):
     check: Callable[[Proposals], None]
 
 
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fill new memory with values that would break any step that reads them."""
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture(scope="module")
@@ -323,14 +318,7 @@ def draft_on_rank(
     options = {"rank": group.rank, "world_size": group.size, "kv_cache_tokens": 2048, "dtype": "float32"}
     options |= {"speculator": str(speculator), "cuda_graphs": "4", "max_step_tokens": 16}
     runner = load(configure(directory, **options), mine, late_platform(CapturingDevice()))
-    if group.rank:
-        return [], list(follow(group, runner))
-    relay = Relay(runner, group)
-    router = DraftingRouter(relay, 1.0, 0, left_to_shard=1.0)  # type: ignore[arg-type]
-    router.run([*requests])
-    share(group, b"")
-    assert router.num_proposed > 50
-    return [request.generated for request in requests], relay.digests
+    return run_on_rank(runner, group, requests)
 
 
 @pytest.mark.slow

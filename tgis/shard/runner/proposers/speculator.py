@@ -20,13 +20,14 @@ class SpeculatorProposer:
         width: int,
         table: RowTable,
         run: StageRunner = run_stage,
+        num_idle: int = 0,
     ) -> None:
-        """`width` is that of the model's states."""
+        """`width` is that of the model's states, which are kept for all rows and `num_idle` others."""
         self._speculator = speculator
         self._run = run
         self._table = table
         num_rows = len(table.rows)
-        self._states = torch.zeros(num_rows, width, device=table.device)
+        self._states = torch.zeros(num_rows + num_idle, width, device=table.device)
         # Number of tokens of a row when its state was kept. A state of another length is not used.
         self._lengths = np.zeros(num_rows, np.int64)
 

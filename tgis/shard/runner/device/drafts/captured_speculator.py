@@ -27,10 +27,9 @@ class CapturedSpeculator(SpeculatorProposer):
         agree: Callable[[int], int],
         table: DeviceTable,
     ) -> None:
-        super().__init__(speculator, width, table)
-        self._states = torch.zeros(len(table.rows) + 1, width, device=table.device)  # the last row is idle
+        super().__init__(speculator, width, table, num_idle=1)
         self._stream = stream
-        self._idle_row = len(self._states) - 1
+        self._idle_row = len(table.rows)
         self.graphs = ProposalGraphs(stream, self._propose, speculator.num_tokens, self._idle_row, agree)
         self._uploads = Uploads(stream, self.graphs.inputs.numel())
         self._slots = PinnedRing(stream, MAX_CAPTURED_ROWS * speculator.num_tokens)
