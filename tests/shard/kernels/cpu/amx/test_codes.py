@@ -42,7 +42,7 @@ Kernels = Mapping[int, Kernel]
 @pytest.fixture(scope="module", params=[pytest.param("emulated", marks=pytest.mark.slow), "the processor's"])
 def by_bits(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "emulated":
-        names = ("amx.inner_loop", "codes.tiles.kernels")
+        names = ("amx.inner_loop", "codes.tiles.sums", "codes.tiles.kernels")
         every = compile_each_emulated(
             names, lambda module: [module.MULTIPLY_ON_TILES[bits] for bits in (4, 5, 8)]
         )

@@ -29,6 +29,7 @@ from tgis.shard.kernels.cpu.codes.layout import (
 )
 from tgis.shard.kernels.cpu.codes.look_up import look_up
 from tgis.shard.kernels.cpu.codes.packing import pack_codes
+from tgis.shard.kernels.cpu.codes.tiles import shared_rows
 from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
@@ -97,6 +98,7 @@ class CodeProduct:
     numbers: Tensor  # float32 [2^bits], values of the codes
     places: Tensor | None  # int32 [COLUMNS], offsets of columns in a unit if bytes hold two codes
     kernel: Kernel
+    round_rows: Kernel | None  # rounds many rows before `kernel`; None if `kernel` does not use tiles
 
     def __call__(self, x: Tensor) -> Tensor:
         y = empty(len(x), self.out_features)
@@ -110,7 +112,19 @@ class CodeProduct:
         if num_rows:
             run = choose_run(self.kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
             addresses = (x.data_ptr(), y.data_ptr() + 4 * first)
-            run(num_rows, self.in_features, torch.get_num_threads(), *addresses, pitch, *self._describe())
+            matrix = self._describe()
+            rounded = self._round(x, matrix)
+            size = (num_rows, self.in_features, torch.get_num_threads())
+            run(*size, *addresses, pitch, *matrix, _address(rounded))
+
+    def _round(self, x: Tensor, matrix: tuple[int, ...]) -> Tensor | None:
+        """Return the rows as the kernel reads them, or None if its threads round them."""
+        if self.round_rows is None or len(x) < shared_rows.MIN_ROWS or torch.get_num_threads() == 1:
+            return None
+        num_bytes = shared_rows.count_bytes(len(x), self.pieces.count, self.pieces.units)
+        rounded = empty(num_bytes // 4)
+        self.round_rows.parallel(len(x), self.in_features, x.data_ptr(), rounded.data_ptr(), *matrix)
+        return rounded
 
     @property
     def width(self) -> int:
@@ -222,6 +236,7 @@ def pack(
     num_rows = max(1, _ROWS // in_features)
     for first in range(0, out_features, num_rows):
         packing.add(weight.codes(slice(first, first + num_rows)), first, weight.label)
+    kernel = _choose_kernel(layout, kind, tile_kernels)
     return CodeProduct(
         kind,
         pieces,
@@ -236,7 +251,8 @@ def pack(
         1 << (layout.bits - 1) if layout.has_offsets and layout.dtype == torch.uint8 else 0,
         _list_numbers(layout, kind),
         places,
-        _choose_kernel(layout, kind, tile_kernels),
+        kernel,
+        shared_rows.ROUND_ROWS[kind.bits] if kernel in tile_kernels.values() else None,
     )
 
 

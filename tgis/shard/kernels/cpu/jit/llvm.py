@@ -181,8 +181,15 @@ def _prefetch(b: Any, base: Any, offset: Any, is_written: int, locality: int) ->
     call(b, "llvm.prefetch.p0", ir.VoidType(), place, I32(is_written), I32(locality), I32(1))
 
 
-def loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """Emit `values = initial; for k in range(n): values = build(k, values)`; return the values. n >= 1."""
+def loop(
+    b: Any,
+    n: Any,
+    initial: list[Any],
+    build: Callable[[Any, list[Any]], list[Any]],
+    unrolls: bool = True,
+) -> list[Any]:
+    """Emit `values = initial; for k in range(n): values = build(k, values)`; return the values. n >= 1. LLVM
+    may unroll the loop unless `unrolls` is False."""
     before = b.block
     body = b.append_basic_block("loop")
     done = b.append_basic_block("done")
@@ -196,9 +203,19 @@ def loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], l
     for phi, first, next_ in zip([k, *values], [I64(0), *initial], [following, *changed], strict=True):
         phi.add_incoming(first, before)
         phi.add_incoming(next_, end)
-    b.cbranch(b.icmp_signed("<", following, n), body, done)
+    branch = b.cbranch(b.icmp_signed("<", following, n), body, done)
+    if not unrolls:
+        branch.set_metadata("llvm.loop", _forbid_unrolling(b.module))
     b.position_at_end(done)
     return changed
+
+
+def _forbid_unrolling(module: Any) -> Any:
+    """Return the metadata of a loop. Its first operand is itself, by which LLVM recognises it."""
+    option = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    node = ir.MDValue(module, [option], name=str(len(module.metadata)))
+    node.operands = (node, option)
+    return node
 
 
 def loop_range(

@@ -7,6 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
 from tgis.shard.kernels.cpu.codes.conversion import emit_numbers, load_table, load_words
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS, KINDS, UNIT, UNIT_BIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
@@ -16,6 +17,7 @@ from tgis.shard.kernels.cpu.jit.llvm import I16, I32, I64
 
 PAIR_ROW = 4 * COLUMNS  # bytes
 UNIT_PAIRS = UNIT // 2
+_STEP_UNITS = TILE_ROWS // UNIT_PAIRS  # units of a tile
 _LINE = 64  # bytes of a cache line
 # Bits by which a word of 4-bit codes is shifted to look up each pair of a unit.
 _SHIFTS = (0, 8, 4, 12)
@@ -30,7 +32,9 @@ def find_pair_order(bits: int) -> tuple[int, ...]:
 
 
 @llvm_function()
-def widen_to_pairs(b: Any, to: Any, piece: Any, units: Any, table: Any, ahead: Any, element: Any) -> None:
+def widen_to_pairs(
+    b: Any, to: Any, tile_bytes: Any, piece: Any, units: Any, table: Any, ahead: Any, element: Any
+) -> None:
     """Widen the codes of a piece's units. The numbers of a table must fit bfloat16. The code prefetches the
     same number of units at the address `ahead`."""
     kind = KINDS[element]
@@ -41,11 +45,14 @@ def widen_to_pairs(b: Any, to: Any, piece: Any, units: Any, table: Any, ahead: A
         offset = b.mul(u, I64(UNIT_BIT * kind.bits))
         prefetch_unit(b, b.add(ahead, offset), kind)
         unit = b.add(piece, offset)
-        target = b.add(to, b.mul(u, I64(UNIT_PAIRS * PAIR_ROW)))
+        step, within = b.sdiv(u, I64(_STEP_UNITS)), b.srem(u, I64(_STEP_UNITS))
+        begin = b.add(to, b.mul(step, b.mul(tile_bytes, I64(VECTORS))))
+        begin = b.add(begin, b.mul(within, I64(UNIT_PAIRS * ROW_BYTES)))
+        targets = [b.add(begin, b.mul(tile_bytes, I64(v))) for v in range(VECTORS)]
         if is_looked_up:
-            _look_up_pairs(b, unit, target, tables[0])
+            _look_up_pairs(b, unit, targets, tables[0])
         else:
-            _join_numbers(b, kind, unit, target, tables)
+            _join_numbers(b, kind, unit, targets, tables)
         return []
 
     llvm.loop(b, units, [], widen_unit)
@@ -63,16 +70,16 @@ def _load_words_table(b: Any, address: Any) -> Any:
     return llvm.shuffle(b, halves, halves, [*range(LANES)] * 2)
 
 
-def _look_up_pairs(b: Any, unit: Any, target: Any, table: Any) -> None:
+def _look_up_pairs(b: Any, unit: Any, targets: list[Any], table: Any) -> None:
     for v, [word] in enumerate(load_words(b, unit, 4)):
         codes = b.bitcast(word, _WORDS)
         for pair, shift in enumerate(_SHIFTS):
             indices = b.lshr(codes, llvm.constant(shift, 2 * LANES, I16)) if shift else codes
             pairs = llvm.call(b, "llvm.x86.avx512.permvar.hi.512", _WORDS, table, indices)
-            _store(b, b.bitcast(pairs, _INTEGERS), target, pair, v)
+            _store(b, b.bitcast(pairs, _INTEGERS), targets[v], pair)
 
 
-def _join_numbers(b: Any, kind: Any, unit: Any, target: Any, table: list[Any]) -> None:
+def _join_numbers(b: Any, kind: Any, unit: Any, targets: list[Any], table: list[Any]) -> None:
     """Emit the upper halves of the floats of two rows of a unit as pairs."""
     first_rows: dict[int, list[Any]] = {}
     for k, first, numbers in emit_numbers(b, kind, unit, table, VECTORS):
@@ -82,9 +89,8 @@ def _join_numbers(b: Any, kind: Any, unit: Any, target: Any, table: list[Any]) -
             continue
         for i, (low, each) in enumerate(zip(first_rows[first], integers, strict=True)):
             high = b.and_(each, llvm.constant(-(1 << 16), LANES, I32))
-            _store(b, b.or_(low, high), target, k // 2, first + i)
+            _store(b, b.or_(low, high), targets[first + i], k // 2)
 
 
-def _store(b: Any, pairs: Any, target: Any, pair: int, v: int) -> None:
-    place = llvm.pointer_to(b, _INTEGERS, target, I64(PAIR_ROW * pair + 4 * LANES * v))
-    b.store(pairs, place, align=4 * LANES)
+def _store(b: Any, pairs: Any, target: Any, pair: int) -> None:
+    b.store(pairs, llvm.pointer_to(b, _INTEGERS, target, I64(ROW_BYTES * pair)), align=ROW_BYTES)

@@ -2,7 +2,8 @@
 rows."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -19,8 +20,15 @@ from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I16, I32, I64
 STEP_UNITS = TILE_ROWS // UNIT_PAIRS  # units of a tile
 _LINE = 64  # bytes of a cache line
 FLOAT_ROW = 4 * PIECE + 64  # bytes of a piece in float32 and its sum
-_UNIT_FLOATS = ir.VectorType(FLOAT, UNIT)
 _U8 = np.uint8(0)
+
+
+class RoundedRows(NamedTuple):
+    """Addresses of a piece of rounded rows and of their sums, float32. Rows of a piece are adjacent."""
+
+    rows: int
+    sums: int
+    piece_bytes: int  # distance of pieces
 
 
 @ordered
@@ -30,9 +38,11 @@ def count_row_bytes(units: int, is_few: int) -> int:
 
 
 @ordered
-def count_rows_bytes(w: Any, rows: int) -> Any:
-    """Return the bytes of a piece of rows, followed by its sums, float32 [rows]."""
-    return rows * w.row_bytes + -(-4 * rows // _LINE) * _LINE
+def place_rows(row_bytes: int, rows: int, at: int) -> Any:
+    """Return the places of rows that `round_rows` writes to an address. Both rows and sums fill whole
+    tiles."""
+    padded = -(-rows // TILE_ROWS) * TILE_ROWS
+    return RoundedRows(at, at + padded * row_bytes, padded * (row_bytes + 4))
 
 
 @llvm_function()
@@ -43,22 +53,24 @@ def _round_to_pairs(
     are `stride` bytes apart, and so are sums."""
     order = list(find_pair_order(KINDS[element].bits))
 
-    def store_unit(place: Any, u: Any, rounded: Any) -> None:
-        halves = b.trunc(b.lshr(rounded, llvm.constant(16, UNIT, I32)), ir.VectorType(I16, UNIT))
+    def store_units(place: Any, u: Any, rounded: Any) -> None:
+        lanes = rounded.type.count
+        halves = b.trunc(b.lshr(rounded, llvm.constant(16, lanes, I32)), ir.VectorType(I16, lanes))
         pairs = llvm.pointer_to(b, halves.type, place, b.mul(u, I64(2 * UNIT)))
-        b.store(llvm.shuffle(b, halves, halves, order), pairs, align=2 * UNIT)
+        orders = [first + lane for first in range(0, lanes, UNIT) for lane in order]
+        b.store(llvm.shuffle(b, halves, halves, orders), pairs, align=2 * UNIT)
 
-    _round_pieces(b, x, pieces, units, to, sum_at, stride, store_unit)
+    _round_pieces(b, x, pieces, units, to, sum_at, stride, store_units)
 
 
 @llvm_function()
 def _round_to_floats(b: Any, x: Any, pieces: Any, units: Any, to: Any, sum_at: Any, stride: Any) -> None:
     """Round adjacent pieces to bfloat16 in float32. See `_round_to_pairs`."""
 
-    def store_unit(place: Any, u: Any, rounded: Any) -> None:
-        llvm.store_vector(b, b.bitcast(rounded, _UNIT_FLOATS), b.add(place, b.mul(u, I64(4 * UNIT))))
+    def store_units(place: Any, u: Any, rounded: Any) -> None:
+        llvm.store_vector(b, _as_floats(b, rounded), b.add(place, b.mul(u, I64(4 * UNIT))))
 
-    _round_pieces(b, x, pieces, units, to, sum_at, stride, store_unit)
+    _round_pieces(b, x, pieces, units, to, sum_at, stride, store_units)
 
 
 def _round_pieces(
@@ -69,7 +81,7 @@ def _round_pieces(
     to: Any,
     sum_at: Any,
     stride: Any,
-    store_unit: Callable[[Any, Any, Any], None],
+    store_units: Callable[[Any, Any, Any], None],
 ) -> None:
     """Emit the rounding of pieces. The order of additions to their sums is fixed."""
 
@@ -78,13 +90,19 @@ def _round_pieces(
         after = b.mul(piece, stride)
         place = b.add(to, after)
 
-        def round_unit(u: Any, sums: list[Any]) -> list[Any]:
-            given = llvm.load_vector(b, b.add(begin, b.mul(u, I64(4 * UNIT))), UNIT)
+        def round_units(count: int, u: Any, sums: list[Any]) -> list[Any]:
+            given = llvm.load_vector(b, b.add(begin, b.mul(u, I64(4 * UNIT))), count * UNIT)
             rounded = _flush(b, llvm.round_to_bfloat16(b, given))
-            store_unit(place, u, rounded)
-            return [b.fadd(sums[0], b.bitcast(rounded, _UNIT_FLOATS))]
+            store_units(place, u, rounded)
+            floats, [total] = _as_floats(b, rounded), sums
+            for first in range(0, count * UNIT, UNIT):
+                total = b.fadd(total, llvm.shuffle(b, floats, floats, [*range(first, first + UNIT)]))
+            return [total]
 
-        [total] = llvm.loop(b, units, [llvm.constant(0.0, UNIT)], round_unit)
+        even = b.and_(units, I64(-2))
+        sums = [llvm.constant(0.0, UNIT)]
+        sums = llvm.loop_range(b, I64(0), even, 2, sums, partial(round_units, 2))
+        [total] = llvm.loop_range(b, even, units, 1, sums, partial(round_units, 1))
         for half in (4, 2, 1):
             low = llvm.shuffle(b, total, total, list(range(half)))
             total = b.fadd(low, llvm.shuffle(b, total, total, list(range(half, 2 * half))))
@@ -97,9 +115,14 @@ def _round_pieces(
 def _flush(b: Any, bits: Any) -> Any:
     """Emit zeros instead of the floats below 2**-100. Tiles treat numbers and sums below 2**-126 as zeros,
     and other instructions do not; sums of multiples of 2**-107 are never so small."""
-    exponents = b.and_(bits, llvm.constant(0x7F800000, UNIT, I32))
-    is_small = b.icmp_unsigned("<", exponents, llvm.constant((127 - 100) << 23, UNIT, I32))
-    return b.select(is_small, llvm.constant(0, UNIT, I32), bits)
+    lanes = bits.type.count
+    exponents = b.and_(bits, llvm.constant(0x7F800000, lanes, I32))
+    is_small = b.icmp_unsigned("<", exponents, llvm.constant((127 - 100) << 23, lanes, I32))
+    return b.select(is_small, llvm.constant(0, lanes, I32), bits)
+
+
+def _as_floats(b: Any, bits: Any) -> Any:
+    return b.bitcast(bits, ir.VectorType(FLOAT, bits.type.count))
 
 
 @ordered
@@ -120,19 +143,20 @@ def _round_piece(
 
 
 @ordered
-def round_rows(w: Any, x: int, width: int, rows: int, row: int, to: int, is_few: int, element: Any) -> None:
-    """Round rows of x, `width` columns each. A piece of all rows has `count_rows_bytes` bytes."""
-    pieces, stride = count_pieces(w), count_rows_bytes(w, rows)
-    sums = to + rows * w.row_bytes
+def round_rows(
+    w: Any, x: int, width: int, begin: int, end: int, row: int, to: Any, is_few: int, element: Any
+) -> None:
+    """Round rows `begin` to `end` of x, `width` columns each. `row` is the address of FLOAT_ROW bytes."""
+    pieces = count_pieces(w)
     is_whole = not w.order and w.in_features == pieces * w.units * UNIT
     has_padding = not is_few and w.row_bytes > 2 * UNIT * w.units
-    for r in range(rows):
-        source, begin, sum_at = x + 4 * r * width, to + r * w.row_bytes, sums + 4 * r
+    for r in range(begin, end):
+        source, place, sum_at = x + 4 * r * width, to.rows + r * w.row_bytes, to.sums + 4 * r
         if not is_whole or has_padding:
             for piece in range(pieces):
-                after = piece * stride
-                _round_piece(w, source, piece, row, begin + after, sum_at + after, is_few, element)
+                after = piece * to.piece_bytes
+                _round_piece(w, source, piece, row, place + after, sum_at + after, is_few, element)
         elif is_few:
-            _round_to_floats(source, pieces, w.units, begin, sum_at, stride)
+            _round_to_floats(source, pieces, w.units, place, sum_at, to.piece_bytes)
         else:
-            _round_to_pairs(source, pieces, w.units, begin, sum_at, stride, element)
+            _round_to_pairs(source, pieces, w.units, place, sum_at, to.piece_bytes, element)
