@@ -13,6 +13,7 @@ from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu import lora as lora_kernels
 from tgis.shard.kernels.cpu.codes import product as code_product
 from tgis.shard.kernels.cpu.codes.product import CodeProduct, JoinedProduct
+from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels
 from tgis.shard.kernels.cpu.delta_net import launch as delta_net
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.int8 import product as int8
@@ -39,7 +40,7 @@ class CpuKernels(CpuRounder, Unfused):
     """`Kernels` by compiled kernels."""
 
     device = CPU
-    tile_kernels: Mapping[int, Kernel] = code_product.NO_KERNELS
+    tile_kernels: Mapping[int, CodeTileKernels] = code_product.NO_KERNELS
     """Kernels of products with codes on AMX tiles, by the bits of codes."""
 
     def __init__(self, rounds_activations: bool = False, int8_kernel: Kernel | None = None):

@@ -29,7 +29,7 @@ from tgis.shard.kernels.cpu.bf16.kernels import MULTIPLY_PAIRS
 from tgis.shard.kernels.cpu.codes import look_up, packing
 from tgis.shard.kernels.cpu.codes.kernels import MULTIPLY
 from tgis.shard.kernels.cpu.codes.layout import Kind
-from tgis.shard.kernels.cpu.codes.tiles.kernels import MULTIPLY_ON_TILES
+from tgis.shard.kernels.cpu.codes.tiles.kernels import KERNELS_ON_TILES
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.gemm.pack import PACK
 from tgis.shard.kernels.cpu.jit.cache import cache_directory, keep_beside_source, packaged_files
@@ -75,7 +75,7 @@ def usual_kernels() -> tuple[Kernel, ...]:
         products = (
             tiles.TILE_KERNELS.multiply,
             tiles.round_pairs,
-            *(MULTIPLY_ON_TILES[bits] for bits in _BITS),
+            *(kernel for bits in _BITS for kernel in KERNELS_ON_TILES[bits]),
         )
         return (TILES.attend, TILES.write, *_OF_EVERY_ARITHMETIC, pack, *products)
     assert MULTIPLY_PAIRS is not None

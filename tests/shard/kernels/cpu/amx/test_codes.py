@@ -21,12 +21,12 @@ from tgis.shard.kernels.cpu.bf16.self_check import multiply_plainly_by_tiles
 from tgis.shard.kernels.cpu.codes import kernels, product
 from tgis.shard.kernels.cpu.codes.layout import UNIT
 from tgis.shard.kernels.cpu.codes.product import CodeProduct
+from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels
 from tgis.shard.kernels.cpu.codes.tiles import kernels as tiles
 from tgis.shard.kernels.cpu.codes.tiles import self_check
 from tgis.shard.kernels.cpu.codes.tiles.chains import FEW_ROWS
 from tgis.shard.kernels.cpu.codes.tiles.pairs import find_pair_order
 from tgis.shard.kernels.cpu.gemm import panels
-from tgis.shard.kernels.cpu.jit.compiler import Kernel
 
 pytestmark = pytest.mark.skipif(panels.PANEL != 32, reason="processors with AMX have AVX-512")
 
@@ -36,20 +36,22 @@ MIXED = {
     **{name: CASES[name] for name in ("4 bits, zeros", "4 bits, groups of all sizes", "8 bits, zeros")},
     "5 bits": CASES["4 bits"]._replace(layout=CodeLayout(torch.int8, 5, 16, scale_type="float16")),
 }
-Kernels = Mapping[int, Kernel]
+Kernels = Mapping[int, CodeTileKernels]
 
 
 @pytest.fixture(scope="module", params=[pytest.param("emulated", marks=pytest.mark.slow), "the processor's"])
 def by_bits(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "emulated":
-        names = ("amx.inner_loop", "codes.tiles.sums", "codes.tiles.kernels")
+        names = ("amx.inner_loop", "codes.tiles.sums", "codes.tiles.panel", "codes.tiles.kernels")
+        bits = (4, 5, 8)
         every = compile_each_emulated(
-            names, lambda module: [module.MULTIPLY_ON_TILES[bits] for bits in (4, 5, 8)]
+            names, lambda module: [module.KERNELS_ON_TILES[n].multiply for n in bits]
         )
-        return dict(zip((4, 5, 8), every, strict=True))
-    if not tiles.MULTIPLY_ON_TILES or permission.ask() is not None:
+        rounds = [tiles.round_rows_for_4_bits, *[tiles.round_rows_for_other_bits] * 2]
+        return dict(zip(bits, map(CodeTileKernels, every, rounds), strict=True))
+    if not tiles.KERNELS_ON_TILES or permission.ask() is not None:
         pytest.skip("there is no AMX, or the system does not permit it")
-    return tiles.MULTIPLY_ON_TILES
+    return tiles.KERNELS_ON_TILES
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +111,7 @@ def test_types_of_gguf_files(by_bits: Kernels, name: str) -> None:
     packer = product.find_packer(layout, rounds_activations=False, tile_kernels=by_bits)
     assert packer is not None
     multiply, x = packer(tensor), torch.randn(17, NUM_COLUMNS)
-    rounded = x.bfloat16().double() if multiply.kernel in by_bits.values() else x.double()
+    rounded = x.bfloat16().double() if multiply.round_rows else x.double()
     bound = (32 + 20 + 2 * NUM_COLUMNS / 16) * STEP * (rounded.abs() @ count_magnitudes(tensor.codes()).T)
     y = multiply(x)
     assert ((y.double() - rounded @ values.double().T).abs() <= bound).all()
@@ -153,7 +155,7 @@ def test_nothing_else_is_read_or_written(
     by_bits: Kernels, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes = draw(MIXED[name], 65)
-    for num_rows in (1, 17):
+    for num_rows in (1, 17, 97):
         x = torch.randn(num_rows, MIXED[name].num_columns)
         expected = pack(codes, by_bits)(x)
         with monkeypatch.context() as patch:
@@ -181,7 +183,7 @@ def test_tables_use_tiles_if_bfloat16_holds_their_numbers(by_bits: Kernels) -> N
     x = torch.randn(5, 200)
     numbers, _, scales = expand(codes)
     multiply = pack(codes, by_bits)
-    assert multiply.kernel is by_bits[4]
+    assert multiply.kernel is by_bits[4].multiply
     expected = x.bfloat16().double() @ (numbers * scales).T
     bound = 1e-6 * (x.bfloat16().double().abs() @ (numbers * scales).abs().T)
     assert ((multiply(x) - expected).abs() <= bound).all()

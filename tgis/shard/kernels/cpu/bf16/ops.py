@@ -10,6 +10,7 @@ from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.cpu.bf16.tile_product import TileProduct, empty_rounded
 from tgis.shard.kernels.cpu.codes import product as code_product
+from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Activation, LinearLayer, NormLayer, Product, normalise
@@ -24,7 +25,7 @@ class BfloatKernels(ops.CpuKernels):
         pack_bfloat16: Callable[[Stored], Product],
         rounds_activations: bool = False,
         int8_kernel: Kernel | None = None,
-        tile_kernels: Mapping[int, Kernel] = code_product.NO_KERNELS,
+        tile_kernels: Mapping[int, CodeTileKernels] = code_product.NO_KERNELS,
     ):
         super().__init__(rounds_activations, int8_kernel)
         self._pack_bfloat16 = pack_bfloat16

@@ -29,7 +29,7 @@ from tgis.shard.kernels.cpu.codes.layout import (
 )
 from tgis.shard.kernels.cpu.codes.look_up import look_up
 from tgis.shard.kernels.cpu.codes.packing import pack_codes
-from tgis.shard.kernels.cpu.codes.tiles import shared_rows
+from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels, count_rounded_bytes
 from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
@@ -37,9 +37,10 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
 _ROWS = 1 << 20  # approximate number of codes read and packed at a time
 _MIN_PARALLEL = 1 << 16  # minimum multiplications for several threads
 _MIN_LOOKED_UP = 1 << 13  # minimum looked-up numbers for several threads
+_MIN_SHARED_ROWS = 64  # minimum rows that are rounded once for all threads
 _MIN_COLUMNS = 16  # minimum columns of a piece; with fewer, scales need more memory than codes
 _INTEGERS = (torch.int8, torch.uint8)
-NO_KERNELS: Mapping[int, Kernel] = MappingProxyType({})
+NO_KERNELS: Mapping[int, CodeTileKernels] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,9 @@ class CodeProduct:
 
     def _round(self, x: Tensor, matrix: tuple[int, ...]) -> Tensor | None:
         """Return the rows as the kernel reads them, or None if its threads round them."""
-        if self.round_rows is None or len(x) < shared_rows.MIN_ROWS or torch.get_num_threads() == 1:
+        if self.round_rows is None or len(x) < _MIN_SHARED_ROWS:
             return None
-        num_bytes = shared_rows.count_bytes(len(x), self.pieces.count, self.pieces.units)
+        num_bytes = count_rounded_bytes(len(x), self.pieces.count, self.pieces.units)
         rounded = empty(num_bytes // 4)
         self.round_rows.parallel(len(x), self.in_features, x.data_ptr(), rounded.data_ptr(), *matrix)
         return rounded
@@ -171,7 +172,7 @@ class JoinedProduct:
 
 
 def find_packer(
-    layout: CodeLayout, rounds_activations: bool, tile_kernels: Mapping[int, Kernel] = NO_KERNELS
+    layout: CodeLayout, rounds_activations: bool, tile_kernels: Mapping[int, CodeTileKernels] = NO_KERNELS
 ) -> Callable[[Stored], CodeProduct] | None:
     """Return `pack` if products support this layout. With `rounds_activations`, they round activations to 8
     bits, except for indices of a table and on processors without the instructions."""
@@ -190,7 +191,7 @@ def find_packer(
 
 
 def find_table_packer(
-    layout: CodeLayout, rounds_activations: bool, tile_kernels: Mapping[int, Kernel] = NO_KERNELS
+    layout: CodeLayout, rounds_activations: bool, tile_kernels: Mapping[int, CodeTileKernels] = NO_KERNELS
 ) -> Callable[[Stored], CodeProduct] | None:
     """Return `pack` if rows of the packed matrix can be looked up."""
     if layout.has_zeros or layout.is_reordered:
@@ -211,7 +212,7 @@ def _find_columns(group: int | None) -> int:
 
 
 def pack(
-    weight: Stored, rounds_activations: bool = False, tile_kernels: Mapping[int, Kernel] = NO_KERNELS
+    weight: Stored, rounds_activations: bool = False, tile_kernels: Mapping[int, CodeTileKernels] = NO_KERNELS
 ) -> CodeProduct:
     """Pack the codes of a weight [out_features, in_features]. `tile_kernels` are those of `tiles.py` if
     products with codes have bfloat16 arithmetic. Raises WeightsError."""
@@ -236,7 +237,7 @@ def pack(
     num_rows = max(1, _ROWS // in_features)
     for first in range(0, out_features, num_rows):
         packing.add(weight.codes(slice(first, first + num_rows)), first, weight.label)
-    kernel = _choose_kernel(layout, kind, tile_kernels)
+    on_tiles = _find_tile_kernels(layout, kind, tile_kernels)
     return CodeProduct(
         kind,
         pieces,
@@ -251,8 +252,8 @@ def pack(
         1 << (layout.bits - 1) if layout.has_offsets and layout.dtype == torch.uint8 else 0,
         _list_numbers(layout, kind),
         places,
-        kernel,
-        shared_rows.ROUND_ROWS[kind.bits] if kernel in tile_kernels.values() else None,
+        kernels.MULTIPLY[kind] if on_tiles is None else on_tiles.multiply,
+        None if on_tiles is None else on_tiles.round_rows,
     )
 
 
@@ -329,11 +330,12 @@ def _find_kind(layout: CodeLayout, rounds_activations: bool) -> Kind:
     return Kind(8 if layout.bits == 8 else 4, rounds_activations, has_any_numbers)
 
 
-def _choose_kernel(layout: CodeLayout, kind: Kind, tile_kernels: Mapping[int, Kernel]) -> Kernel:
-    """Return a kernel on tiles if there is one and codes are exact in bfloat16, otherwise one in float32."""
+def _find_tile_kernels(
+    layout: CodeLayout, kind: Kind, by_bits: Mapping[int, CodeTileKernels]
+) -> CodeTileKernels | None:
+    """Return the kernels on tiles if there are any and codes are exact in bfloat16."""
     is_exact = not kind.rounds_activations and (not layout.table or _fits_bfloat16(layout.table))
-    own = kernels.MULTIPLY[kind]
-    return tile_kernels.get(kind.bits, own) if is_exact else own
+    return by_bits.get(kind.bits) if is_exact else None
 
 
 def _fits_bfloat16(table: tuple[float, ...]) -> bool:

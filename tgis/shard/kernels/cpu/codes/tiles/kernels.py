@@ -8,17 +8,18 @@ time, as AMX does. So an element's bits depend only on its row and weights."""
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from tgis.shard.kernels.cpu.amx import instructions
 from tgis.shard.kernels.cpu.amx.inner_loop import MEMORY_BYTES, release
 from tgis.shard.kernels.cpu.amx.instructions import TILE_ROWS
 from tgis.shard.kernels.cpu.codes.kernels import count_pieces, read_matrix
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS
+from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels
 from tgis.shard.kernels.cpu.codes.tiles.chains import FEW_ROWS
 from tgis.shard.kernels.cpu.codes.tiles.pairs import PAIR_ROW
 from tgis.shard.kernels.cpu.codes.tiles.panel import (
     SCRATCH_BYTES,
+    clear_scratch,
     multiply_panel,
     multiply_panel_by_few,
     place_scratch,
@@ -31,6 +32,7 @@ from tgis.shard.kernels.cpu.codes.tiles.rows import (
     place_rows,
     round_rows,
 )
+from tgis.shard.kernels.cpu.codes.tiles.shared_rows import round_rows_for_4_bits, round_rows_for_other_bits
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
     inlined,
@@ -38,7 +40,6 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     next_unit,
     operands,
     ordered,
-    pointer,
 )
 
 _PAGE = 4096
@@ -55,36 +56,32 @@ def _skip_rows(rows: Any, row_bytes: int, count: int) -> Any:
 
 @inlined
 def _multiply(args: Any, bits: int, element: Any) -> None:
-    """Compute a product. Units are ordered by groups of rows, so that a core's cache holds the rows. `rounded`
-    is the address of rounded rows, or 0: then each thread rounds the rows of a group."""
+    """Compute a product. Units are ordered by groups of rows, so that a core's cache holds the rows.
+    `rounded` is the address of rounded rows, or 0: then each thread rounds the rows of a group."""
     m, width, threads, x, y, pitch = operands(args, 1, 6)
     is_few = m <= FEW_ROWS
-    (units,) = operands(args, 10, 1)
-    (rounded,) = operands(args, 22, 1)
+    (units,), (rounded,) = operands(args, 10, 1), operands(args, 22, 1)
     w = read_matrix(args, 7, bits, count_row_bytes(units, is_few), 0, TILE_ROWS)
     pieces, num_panels = count_pieces(w), -(-w.out_features // COLUMNS)
     max_rows = max(1, _CHUNK // (pieces * w.row_bytes * TILE_ROWS)) * TILE_ROWS
     groups = -(-m // max_rows)
-    max_rows = -(-m // groups) + TILE_ROWS
+    max_rows = -(-m // groups)
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
     group_units = -(-num_panels // unit_panels)
-    sums_bytes = max_rows * PAIR_ROW
+    sums_bytes = -(-max_rows // TILE_ROWS) * TILE_ROWS * PAIR_ROW
     copy_bytes = 0 if rounded else pieces * place_rows(w.row_bytes, max_rows, 0).piece_bytes
     before = SCRATCH_BYTES + sums_bytes + MEMORY_BYTES
-    memory_of = np.empty(_PAGE + before + FLOAT_ROW + copy_bytes, np.uint8)
-    begin_at: Any = (np.int64(memory_of.ctypes.data) + _PAGE - 1) // _PAGE * _PAGE
-    scratch = place_scratch(begin_at, begin_at + SCRATCH_BYTES + sums_bytes)
-    float_row: Any = begin_at + before
-    if not is_few and (w.units % STEP_UNITS or w.in_features % w.columns):
-        # Codes after the last unit of a piece are multiplied by zeros, so they must be finite.
-        carray(pointer(begin_at, _U8), (SCRATCH_BYTES,))[:] = 0
+    memory = np.empty(_PAGE + before + FLOAT_ROW + copy_bytes, np.uint8)
+    at: Any = (np.int64(memory.ctypes.data) + _PAGE - 1) // _PAGE * _PAGE
+    scratch, float_row = place_scratch(at, at + SCRATCH_BYTES + sums_bytes), at + before
+    if not is_few:
+        clear_scratch(scratch, w.units % STEP_UNITS or w.in_features % w.columns)
     rows_of_x = place_rows(w.row_bytes, m, rounded)
     copied_group, configured = -1, 0
     unit = next_unit(args)
     while unit < groups * group_units:
         next_one = unit + threads  # if all threads are equally fast
-        group = unit // group_units
-        begin = unit % group_units * unit_panels
+        group, begin = unit // group_units, unit % group_units * unit_panels
         first = group * m // groups
         rows = (group + 1) * m // groups - first
         if copied_group != group:
@@ -106,7 +103,7 @@ def _multiply(args: Any, bits: int, element: Any) -> None:
         unit = next_unit(args)
     if configured > 0:
         release(scratch.tiles)
-    keep_alive(memory_of)
+    keep_alive(memory)
 
 
 def _multiply_4_bits_on_tiles(args: Any) -> None:
@@ -133,14 +130,14 @@ def _multiply_6_bits_on_tiles(args: Any) -> None:
     _multiply(args, 6, _6_BITS)
 
 
-MULTIPLY_ON_TILES: dict[int, Kernel] = {}
+KERNELS_ON_TILES: dict[int, CodeTileKernels] = {}
 """Kernels by the bits of codes; empty if the processor has no AMX."""
 if instructions.INSTRUCTIONS is not None:
-    MULTIPLY_ON_TILES |= {
-        2: Kernel(_multiply_2_bits_on_tiles),
-        3: Kernel(_multiply_3_bits_on_tiles),
-        4: Kernel(_multiply_4_bits_on_tiles),
-        5: Kernel(_multiply_5_bits_on_tiles),
-        6: Kernel(_multiply_6_bits_on_tiles),
-        8: Kernel(_multiply_8_bits_on_tiles),
+    KERNELS_ON_TILES |= {
+        2: CodeTileKernels(Kernel(_multiply_2_bits_on_tiles), round_rows_for_other_bits),
+        3: CodeTileKernels(Kernel(_multiply_3_bits_on_tiles), round_rows_for_other_bits),
+        4: CodeTileKernels(Kernel(_multiply_4_bits_on_tiles), round_rows_for_4_bits),
+        5: CodeTileKernels(Kernel(_multiply_5_bits_on_tiles), round_rows_for_other_bits),
+        6: CodeTileKernels(Kernel(_multiply_6_bits_on_tiles), round_rows_for_other_bits),
+        8: CodeTileKernels(Kernel(_multiply_8_bits_on_tiles), round_rows_for_other_bits),
     }

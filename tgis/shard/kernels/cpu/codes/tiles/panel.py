@@ -19,23 +19,35 @@ from tgis.shard.kernels.cpu.codes.kernels import (
     find_zeros,
     panel_bytes,
 )
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, PLANE
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, PLANE, VECTORS
 from tgis.shard.kernels.cpu.codes.scales import find_scales
 from tgis.shard.kernels.cpu.codes.tiles.chains import multiply_few_rows
 from tgis.shard.kernels.cpu.codes.tiles.pairs import PAIR_ROW, UNIT_PAIRS, widen_to_pairs
 from tgis.shard.kernels.cpu.codes.tiles.rows import STEP_UNITS
-from tgis.shard.kernels.cpu.codes.tiles.sums import CELLS_BYTES, SUMS, WEIGHTS, X, add_cells, multiply_block
+from tgis.shard.kernels.cpu.codes.tiles.sums import (
+    CELLS_BYTES,
+    NUM_WEIGHTS,
+    WEIGHTS,
+    X,
+    add_block,
+    add_cells,
+    compute_cells,
+)
 from tgis.shard.kernels.cpu.jit.compiler import ordered, pointer
 
-_WIDE_BLOCK = PIECE // 2 * PAIR_ROW  # bytes of a block
-_MAX_PIECES = 8  # maximum pieces of a block
+_WIDE_BLOCK = PIECE // 2 * PAIR_ROW  # maximum bytes of a block, those of the largest piece
+# Bytes of a block of several pieces. The first-level cache holds a block, the next one, and cells.
+_BLOCK_BYTES = _WIDE_BLOCK // 2
+_MAX_PIECES = 4
+_SINGLE_PIECE_ROWS = 8  # maximum rows of products that wait for weights, which are prefetched with each block
 _SCALES = _MAX_PIECES * 2 * PLANE  # bytes of a block's scales and offsets
-SCRATCH_BYTES = _SCALES + 2 * _WIDE_BLOCK + CELLS_BYTES
+_CELLS = _MAX_PIECES * CELLS_BYTES
+SCRATCH_BYTES = _SCALES + 2 * _WIDE_BLOCK + _CELLS
 _WIDTHS_AT, _ROWS_AT, _NUM_SHAPES = 16, 48, 16  # offsets in the configuration, and its number of tiles
 _F32, _U16, _U8 = np.float32(0), np.uint16(0), np.uint8(0)
 
 
-class Scratch(NamedTuple):
+class PanelScratch(NamedTuple):
     """Addresses of a thread's memory."""
 
     scales: int  # scales and offsets of a block
@@ -45,7 +57,7 @@ class Scratch(NamedTuple):
     tiles: int  # configuration of tiles
 
 
-class _Block(NamedTuple):
+class _BlockShape(NamedTuple):
     """Shape of the blocks of a matrix."""
 
     pieces: int  # maximum pieces
@@ -60,14 +72,24 @@ def place_scratch(at: int, tiles: int) -> Any:
     """Return the parts of SCRATCH_BYTES at an address, which are followed by sums."""
     wide = at + _SCALES
     cells = wide + 2 * _WIDE_BLOCK
-    return Scratch(at, wide, cells, cells + CELLS_BYTES, tiles)
+    return PanelScratch(at, wide, cells, cells + _CELLS, tiles)
 
 
 @ordered
-def _describe_block(w: Any) -> Any:
+def clear_scratch(scratch: Any, is_padded: int) -> None:
+    """Clear what is multiplied by zeros and so must be finite, and what would take long if it were denormal:
+    cells of rows after the last one and, if pieces are padded, codes after their last unit."""
+    carray(pointer(scratch.cells, _U8), (_CELLS,))[:] = 0
+    if is_padded:
+        carray(pointer(scratch.wide, _U8), (2 * _WIDE_BLOCK,))[:] = 0
+
+
+@ordered
+def _describe_block(w: Any, rows: int) -> Any:
     steps, depth = -(-w.units // STEP_UNITS), UNIT_PAIRS * min(w.units, STEP_UNITS)
     wide_bytes = steps * depth * PAIR_ROW
-    return _Block(_WIDE_BLOCK // wide_bytes, w.units * w.unit_bytes + w.scale_bytes, wide_bytes, steps, depth)
+    pieces = 1 if rows <= _SINGLE_PIECE_ROWS else max(1, _BLOCK_BYTES // wide_bytes)
+    return _BlockShape(pieces, w.units * w.unit_bytes + w.scale_bytes, wide_bytes, steps, depth)
 
 
 @ordered
@@ -77,9 +99,11 @@ def _write_shapes(memory: int, rows: int, depth: int) -> None:
     carray(pointer(memory, _U8), (1,))[0] = 1
     widths = carray(pointer(memory + _WIDTHS_AT, _U16), (_NUM_SHAPES,))
     heights = carray(pointer(memory + _ROWS_AT, _U8), (_NUM_SHAPES,))
-    widths[SUMS], heights[SUMS] = ROW_BYTES, rows
+    for tile in range(VECTORS):
+        widths[tile], heights[tile] = ROW_BYTES, rows
     widths[X], heights[X] = 4 * depth, rows
-    widths[WEIGHTS], heights[WEIGHTS] = ROW_BYTES, depth
+    for tile in range(WEIGHTS, WEIGHTS + NUM_WEIGHTS):
+        widths[tile], heights[tile] = ROW_BYTES, depth
 
 
 @ordered
@@ -120,9 +144,9 @@ def multiply_panel(
     configured: int,
     element: Any,
 ) -> int:
-    """Write the product of rows of x and a panel to y, whose rows are `pitch` numbers apart. The thread's next
-    panel is `following`. Return the number of rows for which tiles are configured."""
-    block, pieces = _describe_block(w), count_pieces(w)
+    """Write the product of rows of x and a panel to y, whose rows are `pitch` numbers apart. The thread's
+    next panel is `following`. Return the number of rows for which tiles are configured."""
+    block, pieces = _describe_block(w, rows), count_pieces(w)
     wide, next_wide = scratch.wide, scratch.wide + _WIDE_BLOCK
     at = w.panels + panel * panel_bytes(w)
     is_whole = w.out_features - panel * COLUMNS >= COLUMNS
@@ -145,9 +169,10 @@ def multiply_panel(
             is_done = first + count == pieces and is_whole and height == TILE_ROWS
             out = (y + 4 * (row * pitch + panel * COLUMNS), 4 * pitch) if is_done else (sums, PAIR_ROW)
             begin, ends = x.rows + row * w.row_bytes + after, x.sums + 4 * row + after
-            given = (scratch.cells, begin, x.piece_bytes, w.row_bytes, ends, wide, count, block.steps)
-            factors = (block.depth * ROW_BYTES, scales, scale_bytes, w.has_offsets, zeros)
-            multiply_block(scratch.tiles, height, first == 0, sums, *out, *given, *factors)
+            sources = (begin, x.piece_bytes, w.row_bytes, wide, count, block.steps, block.depth * ROW_BYTES)
+            compute_cells(scratch.tiles, scratch.cells, *sources)
+            given = (scratch.cells, count, ends, x.piece_bytes, scales, scale_bytes, w.has_offsets, zeros)
+            add_block(height, first == 0, sums, *out, *given)
         wide, next_wide = next_wide, wide
     done = rows // TILE_ROWS * TILE_ROWS if is_whole else 0
     copy_sums(scratch.sums + done * PAIR_ROW, rows - done, y + 4 * done * pitch, pitch, w.out_features, panel)

@@ -12,6 +12,7 @@ from numba import carray
 from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
 from tgis.shard.kernels.cpu.codes.kernels import copy_row, count_pieces, count_units
 from tgis.shard.kernels.cpu.codes.layout import KINDS, PIECE, UNIT
+from tgis.shard.kernels.cpu.codes.tiles.chains import FEW_ROWS
 from tgis.shard.kernels.cpu.codes.tiles.pairs import UNIT_PAIRS, find_pair_order
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered, pointer
@@ -20,7 +21,7 @@ from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I16, I32, I64
 STEP_UNITS = TILE_ROWS // UNIT_PAIRS  # units of a tile
 _LINE = 64  # bytes of a cache line
 FLOAT_ROW = 4 * PIECE + 64  # bytes of a piece in float32 and its sum
-_U8 = np.uint8(0)
+_U8, _F32 = np.uint8(0), np.float32(0)
 
 
 class RoundedRows(NamedTuple):
@@ -41,7 +42,7 @@ def count_row_bytes(units: int, is_few: int) -> int:
 def place_rows(row_bytes: int, rows: int, at: int) -> Any:
     """Return the places of rows that `round_rows` writes to an address. Both rows and sums fill whole
     tiles."""
-    padded = -(-rows // TILE_ROWS) * TILE_ROWS
+    padded = rows if rows <= FEW_ROWS else -(-rows // TILE_ROWS) * TILE_ROWS
     return RoundedRows(at, at + padded * row_bytes, padded * (row_bytes + 4))
 
 
@@ -146,7 +147,8 @@ def _round_piece(
 def round_rows(
     w: Any, x: int, width: int, begin: int, end: int, row: int, to: Any, is_few: int, element: Any
 ) -> None:
-    """Round rows `begin` to `end` of x, `width` columns each. `row` is the address of FLOAT_ROW bytes."""
+    """Round rows `begin` to `end` of x, `width` columns each, and clear the sums of following rows of the
+    same tile. `row` is the address of FLOAT_ROW bytes."""
     pieces = count_pieces(w)
     is_whole = not w.order and w.in_features == pieces * w.units * UNIT
     has_padding = not is_few and w.row_bytes > 2 * UNIT * w.units
@@ -160,3 +162,6 @@ def round_rows(
             _round_to_floats(source, pieces, w.units, place, sum_at, to.piece_bytes)
         else:
             _round_to_pairs(source, pieces, w.units, place, sum_at, to.piece_bytes, element)
+    padded = end if is_few else -(-end // TILE_ROWS) * TILE_ROWS
+    for piece in range(pieces):
+        carray(pointer(to.sums + 4 * end + piece * to.piece_bytes, _F32), (padded - end,))[:] = 0

@@ -11,8 +11,8 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import ALL
 from tgis.shard.kernels.cpu.codes import product
-from tgis.shard.kernels.cpu.codes.tiles.kernels import MULTIPLY_ON_TILES
-from tgis.shard.kernels.cpu.jit.compiler import Kernel
+from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels
+from tgis.shard.kernels.cpu.codes.tiles.kernels import KERNELS_ON_TILES
 from tgis.shard.kernels.cpu.replaced import warn_without_amx
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _BOUND = 1e-6  # of errors, as a fraction of the sum of absolute products
 
 
 class TileKernels(NamedTuple):
-    by_bits: Mapping[int, Kernel]
+    by_bits: Mapping[int, CodeTileKernels]
     replaced: tuple[str, ...] = ()
     """Names of kernels that failed the self-check."""
 
@@ -53,7 +53,9 @@ class _RandomCodes:
         return Codes(self._codes.layout, self._codes.values[rows], self._codes.scales[rows])
 
 
-def choose_tile_kernels(has_tiles: bool, kernels: Mapping[int, Kernel] = MULTIPLY_ON_TILES) -> TileKernels:
+def choose_tile_kernels(
+    has_tiles: bool, kernels: Mapping[int, CodeTileKernels] = KERNELS_ON_TILES
+) -> TileKernels:
     """Return the kernels on tiles by the bits of codes, or none. `has_tiles` is True if AMX may be used."""
     if not has_tiles or not kernels:
         return TileKernels({})
@@ -64,7 +66,7 @@ def choose_tile_kernels(has_tiles: bool, kernels: Mapping[int, Kernel] = MULTIPL
     return TileKernels({}, (REPLACED,))
 
 
-def is_near(kernels: Mapping[int, Kernel]) -> bool:
+def is_near(kernels: Mapping[int, CodeTileKernels]) -> bool:
     """Return True if a small random product is correct within the rounding of float32, and its rows do not
     depend on each other."""
     weight = _RandomCodes()

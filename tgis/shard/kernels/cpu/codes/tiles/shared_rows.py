@@ -1,18 +1,14 @@
-"""Kernels that round the rows of x once for all threads of a product with codes on AMX tiles. Rounding few rows
-takes less time than waiting for other threads, so each thread does it by itself."""
+"""Kernels that round the rows of x once for all threads of a product with codes on AMX tiles."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
+from tgis.shard.kernels.cpu.amx.instructions import TILE_ROWS
 from tgis.shard.kernels.cpu.codes.kernels import read_matrix
-from tgis.shard.kernels.cpu.codes.layout import UNIT
 from tgis.shard.kernels.cpu.codes.tiles.rows import FLOAT_ROW, count_row_bytes, place_rows, round_rows
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, inlined, keep_alive, next_unit, operands
 
-MIN_ROWS = 64
 _U8, _I8 = np.uint8(0), np.int8(0)
 
 
@@ -40,13 +36,8 @@ def _round_rows_for_other_bits(args: Any) -> None:
     _round(args, 8, _I8)
 
 
-_ROUND_FOR_4_BITS, _ROUND = Kernel(_round_rows_for_4_bits), Kernel(_round_rows_for_other_bits)
-ROUND_ROWS: Mapping[int, Kernel] = {bits: _ROUND_FOR_4_BITS if bits == 4 else _ROUND for bits in range(2, 9)}
-"""Kernels by the bits of codes. Pairs of 4-bit codes have an order of their own."""
-
-
-def count_bytes(num_rows: int, pieces: int, units: int) -> int:
-    """Return the bytes of rounded rows of `pieces` pieces with `units` units each."""
-    padded = -(-num_rows // TILE_ROWS) * TILE_ROWS
-    row_bytes = -(-units * UNIT * 2 // ROW_BYTES) * ROW_BYTES
-    return padded * (row_bytes + 4) * pieces
+# Pairs of 4-bit codes have an order of their own.
+round_rows_for_4_bits, round_rows_for_other_bits = (
+    Kernel(_round_rows_for_4_bits),
+    Kernel(_round_rows_for_other_bits),
+)

@@ -3,24 +3,25 @@
 A cell is the product of a row and a column of a piece. An element of the result is a chain of multiply-adds
 of cells and scales, over all pieces in their order, whatever the number of rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from tgis.shard.kernels.cpu.amx.inner_loop import open_tiles
 from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
 from tgis.shard.kernels.cpu.codes.inner_loop import load_zeros
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, PLANE, UNIT, VECTORS
-from tgis.shard.kernels.cpu.codes.tiles.pairs import PAIR_ROW, UNIT_PAIRS
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PLANE, VECTORS
+from tgis.shard.kernels.cpu.codes.tiles.pairs import PAIR_ROW
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FUSED, I64
 
-SUMS, X, WEIGHTS = 0, 1, 2  # tiles: cells of a vector, rows of x, and weights
-_NUM_CELLS = 4  # tiles of cells in memory, which are used in turns
-CELLS_BYTES = max(_NUM_CELLS * TILE_ROWS * ROW_BYTES, 4 * COLUMNS * TILE_ROWS)
-_MAX_STEPS = PIECE // UNIT * UNIT_PAIRS // TILE_ROWS  # maximum tiles of a vector of a piece
-_HEIGHTS = (TILE_ROWS // 2, TILE_ROWS)  # rows whose sums are in registers
+# Tiles: cells of each vector, rows of x, and weights, in turns.
+X, WEIGHTS, NUM_WEIGHTS = VECTORS, VECTORS + 1, 3
+CELLS_BYTES = TILE_ROWS * PAIR_ROW  # bytes of the cells of a piece
+_TILE_BYTES = TILE_ROWS * ROW_BYTES
+_HEIGHTS = (TILE_ROWS // 4, TILE_ROWS // 2, TILE_ROWS)  # rows whose sums of a vector are in registers
 
 
 class _Factors(NamedTuple):
@@ -91,133 +92,138 @@ def add_cells(
 
 
 @llvm_function()
-def multiply_block(
+def compute_cells(
     b: Any,
     memory: Any,
+    cells: Any,
+    x: Any,
+    x_bytes: Any,
+    row_bytes: Any,
+    pairs: Any,
+    pieces: Any,
+    steps: Any,
+    tile_bytes: Any,
+) -> None:
+    """Compute the cells of pieces, [pieces, VECTORS, TILE_ROWS, LANES], for the configured rows of x.
+
+    A widened piece has `steps` times VECTORS tiles. Numbers that end with `_bytes` are distances: of pieces
+    and rows of x, and of tiles."""
+    tiles = open_tiles(b, memory)
+    step_bytes = b.mul(tile_bytes, I64(VECTORS))
+    piece_bytes = b.mul(step_bytes, steps)
+
+    def compute_piece(piece: Any, _: list[Any]) -> list[Any]:
+        source, weights = b.add(x, b.mul(piece, x_bytes)), b.add(pairs, b.mul(piece, piece_bytes))
+        to = b.add(cells, b.mul(piece, I64(CELLS_BYTES)))
+        for v in range(VECTORS):
+            tiles.clear(v)
+
+        def add_step(step: Any, _: list[Any]) -> list[Any]:
+            tiles.load(X, b.add(source, b.mul(step, I64(ROW_BYTES))), row_bytes)
+            begin = b.add(weights, b.mul(step, step_bytes))
+            for v in range(VECTORS):
+                tile = WEIGHTS + v % NUM_WEIGHTS
+                tiles.load(tile, b.add(begin, b.mul(tile_bytes, I64(v))), I64(ROW_BYTES))
+                tiles.add_pairs(v, X, tile)
+            return []
+
+        llvm.loop(b, steps, [], add_step, unrolls=False)
+        for v in range(VECTORS):
+            tiles.store(v, b.add(to, I64(_TILE_BYTES * v)), I64(ROW_BYTES))
+        return []
+
+    llvm.loop(b, pieces, [], compute_piece, unrolls=False)
+
+
+class _BlockSums(NamedTuple):
+    """Builder and operands of `add_block`."""
+
+    b: Any
+    is_first: Any
+    sums: Any
+    out: Any
+    out_bytes: Any
+    cells: Any
+    pieces: Any
+    row_sums: Any
+    x_bytes: Any
+    scales: Any
+    scale_bytes: Any
+    zeros: Any
+
+    def add(self, height: int, terms: _Terms) -> None:
+        """Emit the code for up to `height` rows."""
+        llvm.loop(self.b, I64(VECTORS), [], partial(self._add_vector, height, terms), unrolls=False)
+
+    def _add_vector(self, height: int, terms: _Terms, v: Any, _: list[Any]) -> list[Any]:
+        """Emit the sums of a vector, which stay in registers for all pieces."""
+        b = self.b
+        offset = b.mul(v, I64(4 * LANES))
+        places = [b.add(b.add(self.sums, offset), I64(PAIR_ROW * r)) for r in range(height)]
+        earlier = [llvm.load_vector(b, place, LANES) for place in places]
+        totals = [b.select(self.is_first, llvm.constant(0.0, LANES), total) for total in earlier]
+        totals = llvm.loop(b, self.pieces, totals, partial(self._add_piece, terms, v), unrolls=False)
+        for r, total in enumerate(totals):
+            place = b.add(b.add(self.out, offset), b.mul(self.out_bytes, I64(r)))
+            llvm.store_vector(b, total, place)
+        return []
+
+    def _add_piece(self, terms: _Terms, v: Any, piece: Any, totals: list[Any]) -> list[Any]:
+        b = self.b
+        cells = b.add(b.mul(piece, I64(CELLS_BYTES)), b.mul(v, I64(_TILE_BYTES)))
+        scales = b.add(self.scales, b.mul(piece, self.scale_bytes))
+        zeros = b.add(self.zeros, b.mul(piece, I64(COLUMNS)))
+        row_sums = b.add(self.row_sums, b.mul(piece, self.x_bytes))
+        factors = terms.load(b, scales, zeros, b.mul(v, I64(LANES)))
+
+        def add_row(r: int, total: Any) -> Any:
+            cell = llvm.load_vector(b, b.add(b.add(self.cells, cells), I64(ROW_BYTES * r)), LANES)
+            row_sum = partial(llvm.load_broadcast, b, b.add(row_sums, I64(4 * r)), LANES)
+            return factors.add(b, total, cell, row_sum)
+
+        return [add_row(r, total) for r, total in enumerate(totals)]
+
+
+@llvm_function()
+def add_block(
+    b: Any,
     rows: Any,
     is_first: Any,
     sums: Any,
     out: Any,
     out_bytes: Any,
     cells: Any,
-    x: Any,
-    x_bytes: Any,
-    row_bytes: Any,
-    row_sums: Any,
-    pairs: Any,
     pieces: Any,
-    steps: Any,
-    tile_bytes: Any,
+    row_sums: Any,
+    x_bytes: Any,
     scales: Any,
     scale_bytes: Any,
     has_offsets: Any,
     zeros: Any,
 ) -> None:
-    """Add the products of up to TILE_ROWS rows of x and widened pieces to sums, [TILE_ROWS, COLUMNS], or to
-    zeros if `is_first`. Write the result to `out`, of the same shape.
+    """Add the cells of pieces to sums, [rows, COLUMNS], or to zeros if `is_first`, and write the result to
+    `out`, of the same shape. There are up to TILE_ROWS rows. Memory of following rows is read and written.
 
-    Numbers that end with `_bytes` are distances: of rows of out, of pieces and rows of x, of tiles of
-    weights, and of the scales of pieces. A piece has `steps` times VECTORS tiles."""
-    tiles = open_tiles(b, memory)
-    operands = (is_first, sums, out, out_bytes, cells, x, x_bytes, row_bytes, row_sums, pairs, pieces)
-    block = _Block(b, tiles, *operands)
-    end = b.append_basic_block("end")
-    is_tall = b.zext(b.icmp_signed(">", rows, I64(_HEIGHTS[0])), I64)
-    cases = b.switch(b.add(b.mul(steps, I64(2)), is_tall), end)
-    for num_steps in range(1, _MAX_STEPS + 1):
-        for i, height in enumerate(_HEIGHTS):
-            case = b.append_basic_block(f"steps{num_steps}rows{height}")
-            cases.add_case(I64(2 * num_steps + i), case)
-            b.position_at_end(case)
-            _choose_terms(
-                b,
-                has_offsets,
-                zeros,
-                lambda terms, s=num_steps, h=height: block.multiply(
-                    terms, s, h, tile_bytes, scales, scale_bytes, zeros
-                ),
-            )
-            b.branch(end)
-    b.position_at_end(end)
+    Numbers that end with `_bytes` are distances: of rows of out, of the sums of x's pieces, and of the scales
+    of pieces."""
+    begins = b.icmp_signed("!=", is_first, I64(0))
+    of_pieces = (cells, pieces, row_sums, x_bytes, scales, scale_bytes, zeros)
+    block = _BlockSums(b, begins, sums, out, out_bytes, *of_pieces)
+
+    def build(height: int) -> None:
+        _choose_terms(b, has_offsets, zeros, partial(block.add, height))
+
+    _choose_height(b, rows, _HEIGHTS, build)
 
 
-class _Block(NamedTuple):
-    """Builder and operands of `multiply_block`."""
-
-    b: Any
-    tiles: Any
-    is_first: Any
-    sums: Any
-    out: Any
-    out_bytes: Any
-    cells: Any
-    x: Any
-    x_bytes: Any
-    row_bytes: Any
-    row_sums: Any
-    pairs: Any
-    pieces: Any
-
-    def multiply(
-        self,
-        terms: _Terms,
-        steps: int,
-        height: int,
-        tile_bytes: Any,
-        scales: Any,
-        scale_bytes: Any,
-        zeros: Any,
-    ) -> None:
-        """Emit the code for pieces of `steps` steps. The sums of a vector of `height` rows are in
-        registers."""
-        b = self.b
-        is_first = b.icmp_signed("!=", self.is_first, I64(0))
-        step_bytes = b.mul(tile_bytes, I64(VECTORS))
-        piece_bytes = b.mul(step_bytes, I64(steps))
-
-        def add_vector(v: Any, _: list[Any]) -> list[Any]:
-            offset = b.mul(v, I64(4 * LANES))
-            begin, to = b.add(self.sums, offset), b.add(self.out, offset)
-            earlier = [llvm.load_vector(b, b.add(begin, I64(PAIR_ROW * r)), LANES) for r in range(height)]
-            totals = [b.select(is_first, llvm.constant(0.0, LANES), total) for total in earlier]
-            weights = b.add(self.pairs, b.mul(v, tile_bytes))
-            column = b.mul(v, I64(LANES))
-
-            def add_piece(piece: Any, totals: list[Any]) -> list[Any]:
-                turn = b.and_(piece, I64(_NUM_CELLS - 1))
-                cells = b.add(self.cells, b.mul(turn, I64(TILE_ROWS * ROW_BYTES)))
-                source = b.add(self.x, b.mul(piece, self.x_bytes))
-                tiles = b.add(weights, b.mul(piece, piece_bytes))
-                self._compute_cells(cells, source, tiles, steps, step_bytes)
-                factors = terms.load(
-                    b,
-                    b.add(scales, b.mul(piece, scale_bytes)),
-                    b.add(zeros, b.mul(piece, I64(COLUMNS))),
-                    column,
-                )
-                ends = b.add(self.row_sums, b.mul(piece, self.x_bytes))
-                return [
-                    factors.add(
-                        b,
-                        total,
-                        llvm.load_vector(b, b.add(cells, I64(ROW_BYTES * r)), LANES),
-                        lambda r=r: llvm.load_broadcast(b, b.add(ends, I64(4 * r)), LANES),
-                    )
-                    for r, total in enumerate(totals)
-                ]
-
-            totals = llvm.loop(b, self.pieces, totals, add_piece, unrolls=False)
-            for r, total in enumerate(totals):
-                llvm.store_vector(b, total, b.add(to, b.mul(self.out_bytes, I64(r))))
-            return []
-
-        llvm.loop(b, I64(VECTORS), [], add_vector, unrolls=False)
-
-    def _compute_cells(self, cells: Any, x: Any, weights: Any, steps: int, step_bytes: Any) -> None:
-        b, tiles = self.b, self.tiles
-        tiles.clear(SUMS)
-        for step in range(steps):
-            tiles.load(X, b.add(x, I64(ROW_BYTES * step)), self.row_bytes)
-            tiles.load(WEIGHTS, b.add(weights, b.mul(step_bytes, I64(step))), I64(ROW_BYTES))
-            tiles.add_pairs(SUMS, X, WEIGHTS)
-        tiles.store(SUMS, cells, I64(ROW_BYTES))
+def _choose_height(b: Any, rows: Any, heights: Sequence[int], build: Callable[[int], None]) -> None:
+    """Emit code for the smallest height that all rows fit."""
+    height, *others = heights
+    if not others:
+        build(height)
+        return
+    with b.if_else(b.icmp_signed("<=", rows, I64(height))) as (fit, others_fit):
+        with fit:
+            build(height)
+        with others_fit:
+            _choose_height(b, rows, others, build)
