@@ -124,6 +124,16 @@ def _update_tile(b: Any, tile: _ScoreTile, rows: Any) -> None:
     _write_weights(b, tile, rows)
 
 
+def _update_block(b: Any, tile: _ScoreTile, rows: Any) -> None:
+    """Do the same for up to LANES rows. The maxima of rows after the last one are arbitrary."""
+    half = I64(LANES // 2)
+    with b.if_else(b.icmp_signed("<=", rows, half)) as (few, many):
+        for branch, height in ((few, LANES // 2), (many, LANES)):
+            with branch:
+                _update_maxima(b, tile, height)
+    _write_weights(b, tile, rows)
+
+
 @llvm_function()
 def update_softmax(
     b: Any, rows: Any, scores: Any, maxima: Any, updates: Any, sums: Any, length: Any, element: Any
@@ -159,6 +169,38 @@ def update_masked_softmax(
 
     def build(groups: int) -> None:
         _update_tile(b, _ScoreTile(scores, maxima, updates, sums, length, bounds, groups, element), rows)
+
+    for_groups(b, num_groups, build)
+
+
+@llvm_function()
+def update_block_softmax(
+    b: Any, rows: Any, scores: Any, maxima: Any, updates: Any, sums: Any, length: Any, element: Any
+) -> None:
+    """Do the same as `update_softmax` for 1 to LANES rows. Scores of LANES rows are read, but weights and
+    sums of `rows` rows are written."""
+    prefer_512_bits(b)
+    _update_block(b, _ScoreTile(scores, maxima, updates, sums, length, None, GROUPS, element), rows)
+
+
+@llvm_function()
+def update_masked_block_softmax(
+    b: Any,
+    rows: Any,
+    num_groups: Any,
+    scores: Any,
+    maxima: Any,
+    updates: Any,
+    sums: Any,
+    length: Any,
+    bounds: Any,
+    element: Any,
+) -> None:
+    """Do the same as `update_masked_softmax` for 1 to LANES rows. See `update_block_softmax`."""
+    prefer_512_bits(b)
+
+    def build(groups: int) -> None:
+        _update_block(b, _ScoreTile(scores, maxima, updates, sums, length, bounds, groups, element), rows)
 
     for_groups(b, num_groups, build)
 

@@ -27,9 +27,14 @@ from tgis.shard.kernels.cpu.attention.amx.products import (
     prefetch,
 )
 from tgis.shard.kernels.cpu.attention.operands import TILE_PAIR, UPPER
-from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SHORT, SPAN
+from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN
 from tgis.shard.kernels.cpu.attention.segments import find_first_key
-from tgis.shard.kernels.cpu.attention.softmax import update_masked_softmax, update_softmax
+from tgis.shard.kernels.cpu.attention.softmax import (
+    update_block_softmax,
+    update_masked_block_softmax,
+    update_masked_softmax,
+    update_softmax,
+)
 from tgis.shard.kernels.cpu.attention.tiles import (
     adjust_rows,
     find_end,
@@ -41,7 +46,7 @@ from tgis.shard.kernels.cpu.attention.tiles import (
 )
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
-from tgis.shard.kernels.cpu.jit.vectors import LANES, peek, poke
+from tgis.shard.kernels.cpu.jit.vectors import LANES, peek
 
 ELEMENT = np.uint64(0)  # value of the type TILE_PAIR
 
@@ -55,7 +60,6 @@ class TileMemory(NamedTuple):
 
     values: int  # [SPAN / 2, head_dim] pairs
     out: int  # float32 [TILE_ROWS, head_dim]
-    factors: int  # float32 [TILE_ROWS], of the sums of a block's rows
     configuration: int
 
 
@@ -63,8 +67,7 @@ class TileMemory(NamedTuple):
 def _divide_memory(p: Any, s: Any) -> TileMemory:
     values = s.gathered
     out = values + 4 * (SPAN // pairs.COLUMNS) * p.head_dim
-    factors = out + 4 * TILE_ROWS * p.head_dim
-    return TileMemory(values, out, factors, factors + 4 * LANES)
+    return TileMemory(values, out, out + 4 * TILE_ROWS * p.head_dim)
 
 
 @reorderable
@@ -94,24 +97,6 @@ def _copy_values(span: int, u: Any, p: Any, s: Any, memory: Any) -> None:
         source = peek(place + 16 * GROUPS, _I64)
         to = memory.values + 4 * group * _PAIRS * p.head_dim
         _copy_group(to, source, u.end - span - group * LANES, p.head_dim)
-
-
-@reorderable
-def _update_softmax(
-    rows: int, num_groups: int, is_masked: bool, maxima: int, sums: int, s: Any, memory: Any
-) -> None:
-    """Convert the scores of a block to softmax weights, up to SHORT rows at a time."""
-    for i in range(0, rows, SHORT):
-        scores, place = s.scores + 4 * SPAN * i, sums + 4 * s.length * i
-        if is_masked:
-            bounds = s.bounds + 8 * i
-            update_masked_softmax(
-                SHORT, num_groups, scores, maxima + 4 * i, s.updates, place, s.length, bounds, s.factor
-            )
-        else:
-            update_softmax(SHORT, scores, maxima + 4 * i, s.updates, place, s.length, s.factor)
-        for j in range(SHORT):
-            poke(memory.factors + 4 * (i + j), peek(s.updates + 4 * (LANES + j), _F32))
 
 
 @reorderable
@@ -158,14 +143,18 @@ def _attend_block(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s:
         adjust_rows(r, rows, span, u, scoring, s)
     is_masked = find_end(first, u, scoring) - span < SPAN or find_first_key(last, scoring) > span
     num_groups = GROUPS if num_keys > SPAN // 2 else GROUPS // 2
+    maxima, sums = s.maxima + 4 * r, s.sums + 4 * s.length * r
     if is_masked:
-        write_bounds(r, round_up(rows, SHORT), span, u, scoring, s)
-    sums = s.sums + 4 * s.length * r
-    _update_softmax(rows, num_groups, is_masked, s.maxima + 4 * r, sums, s, memory)
+        write_bounds(r, TILE_ROWS, span, u, scoring, s)
+        update_masked_block_softmax(
+            rows, num_groups, s.scores, maxima, s.updates, sums, s.length, s.bounds, s.factor
+        )
+    else:
+        update_block_softmax(rows, s.scores, maxima, s.updates, sums, s.length, s.factor)
     _prefetch_keys(2, r, p, s)
     _multiply_values(num_groups * LANES // DEPTH, p, s, memory)
     _prefetch_keys(3, r, p, s)
-    add_to_sums(rows, sums, 4 * s.length, memory.factors, memory.out, p.head_dim)
+    add_to_sums(rows, sums, 4 * s.length, s.updates + 4 * LANES, memory.out, p.head_dim)
 
 
 @reorderable
