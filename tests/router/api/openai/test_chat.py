@@ -101,6 +101,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": [*HELLO, {"content": "a"}]}, "messages[1].role"),
     ({"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
     ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"),
