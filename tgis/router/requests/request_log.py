@@ -122,8 +122,7 @@ class InputLog:
             error.is_logged = True
         call, code, reason = self.call_log.call, Code.INTERNAL, ""
         if isinstance(error, RouterError):
-            is_refusal = isinstance(error, RequestError)
-            text = call.describe_refusal(error) if is_refusal else error.log_text
+            text = call.describe_refusal(error) if isinstance(error, RequestError) else error.log_text
             code, reason = error.code, f": {text[:MAX_ERROR_CHARS]}"
         level = call.api.level_of(code)
         if logger.isEnabledFor(level):

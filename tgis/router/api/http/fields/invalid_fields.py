@@ -68,7 +68,7 @@ def _steps(path: str) -> list[str]:
     return [name.rstrip("]0123456789.") if name.endswith("]") else name for name in re.split(r"\.|\[", path)]
 
 
-def _choices(kind: inspect.Type, steps: list[str]) -> Iterator[str | int]:
+def _choices(kind: inspect.Type, steps: list[str]) -> Iterator[object]:
     """Yield the values that the field at the end of a path may have, if they are listed."""
     match kind, steps:
         case inspect.UnionType(types), _:
