@@ -114,6 +114,8 @@ class _Module:
             owner, name = _called(node.func)
             if owner == "logger" and name in LOGGED:
                 yield node.args[0], node.args[1:]
+            if (owner, name) == ("logger", "log") and "logging.INFO" not in ast.unparse(node.args[0]):
+                yield node.args[1], node.args[2:]
 
     def _other(self, node: ast.AST) -> Iterator[tuple[ast.expr, list[ast.expr]]]:
         is_text = isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)

@@ -41,7 +41,8 @@ STREAM = """\
 2. If `input_tokens` were requested, a message that contains only the input tokens and their count.
 3. Messages with text, tokens or both; `generated_token_count` grows. A message without text is sent only if tokens were
    requested. A message contains one token, or several if the client or the service is slow: at most 256 token entries,
-   including alternatives (`top_n_tokens`).
+   including alternatives (`top_n_tokens`). The end of the text so far is
+   [held back](openai.md#held-back-text) until no later token can change or remove it.
 4. The last message, with `stop_reason`, the seed again, and `stop_sequence` if that was the reason.
 
 A unary response contains all of this in one message per input, in the order of the inputs.

@@ -156,6 +156,12 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_examples_call_the_default_ports(path: Path) -> None:
+    ports = set(re.findall(r"(?:curl|grpcurl|base_url=).*?localhost:(\d+)", path.read_text()))
+    assert ports <= {"3000", "8033"}
+
+
 def test_pages_are_all_in_the_navigation() -> None:
     named = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     there = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]

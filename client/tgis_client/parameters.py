@@ -1,5 +1,6 @@
 """Defines the parameters of a generation."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,32 @@ class LengthPenalty(NamedTuple):
 
 
 _SAMPLING = ("temperature", "top_k", "top_p", "typical_p", "min_p", "seed")
+
+_MAX_UINT32 = 2**32 - 1
+_MAX_UINT64 = 2**64 - 1
+_MAXIMA = {
+    "max_new_tokens": _MAX_UINT32,
+    "min_new_tokens": _MAX_UINT32,
+    "time_limit_millis": _MAX_UINT32,
+    "truncate_input_tokens": _MAX_UINT32,
+    "top_k": _MAX_UINT32,
+    "top_n_tokens": _MAX_UINT32,
+    "seed": _MAX_UINT64,
+    "start_index": _MAX_UINT32,
+}
+"""Largest values of integers. The smallest is 0."""
+_FRACTIONS = frozenset(
+    (
+        "temperature",
+        "top_p",
+        "typical_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "decay_factor",
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +107,32 @@ class Parameters:
         for name in ("stop_sequences", "choices"):
             if isinstance(getattr(self, name), str):
                 raise SettingsError(f"{name} are a sequence of texts, not one text")
+        _check_numbers(vars(self))
+        if self.length_penalty is not None:
+            _check_numbers(self.length_penalty._asdict(), "length_penalty.")
 
     @property
     def is_sampling(self) -> bool:
         if self.sample is not None:
             return self.sample
         return any(getattr(self, name) is not None for name in _SAMPLING)
+
+
+def _check_numbers(values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise SettingsError for the first number that its field cannot hold. None is no number."""
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name in _MAXIMA:
+            _check_integer(prefix + name, value, _MAXIMA[name])
+        elif name in _FRACTIONS and (isinstance(value, str) or not hasattr(value, "__float__")):
+            raise SettingsError(f"{prefix}{name} must be a number, not {value!r}")
+
+
+def _check_integer(name: str, value: Any, maximum: int) -> None:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise SettingsError(f"{name} must be an integer, not {value!r}") from None
+    if not 0 <= number <= maximum:
+        raise SettingsError(f"{name} must be at least 0 and at most {maximum}, not {number}")

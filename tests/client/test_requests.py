@@ -185,10 +185,32 @@ def test_one_text_is_not_taken_for_several(name: str) -> None:
         Parameters(**{name: "abc"})
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_new_tokens", -5), ("top_k", "many")])
-def test_values_that_no_field_can_hold(open_client: OpenClient, target: str, name: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("max_new_tokens", -5, "max_new_tokens must be at least 0 and at most 4294967295, not -5"),
+        ("seed", 2**64, f"seed must be at least 0 and at most {2**64 - 1}, not {2**64}"),
+        ("top_k", "many", "top_k must be an integer, not 'many'"),
+        ("top_n_tokens", 1.5, "top_n_tokens must be an integer, not 1.5"),
+        ("temperature", "1", "temperature must be a number, not '1'"),
+        ("min_p", [1], "min_p must be a number, not [1]"),
+        (
+            "length_penalty",
+            LengthPenalty(-1, 1.0),
+            "length_penalty.start_index must be at least 0 and at most 4294967295, not -1",
+        ),
+        ("length_penalty", LengthPenalty(1, "x"), "length_penalty.decay_factor must be a number, not 'x'"),  # type: ignore[arg-type]
+    ],
+)
+def test_numbers_that_no_field_can_hold(name: str, value: Any, text: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Parameters(**{name: value})
+    assert str(caught.value) == text
+
+
+def test_texts_that_no_field_can_hold(open_client: OpenClient, target: str) -> None:
     with open_client(target) as client, pytest.raises(SettingsError, match="the parameters cannot be sent"):
-        client.generate("a", Parameters(**{name: value}))
+        client.generate("a", Parameters(regex="\ud800"))
 
 
 def test_it_samples_if_a_parameter_of_sampling_is_set() -> None:

@@ -181,7 +181,7 @@ class GenerationService:
         metrics.tokenize_input_count.add(amount=job.num_texts)
         with (
             self._accounting.tracing.call(api, job.method, metadata),
-            self._accounting.counting_refusals(job.method),
+            self._accounting.counting_refusals(job.method, api),
         ):
             claim_id = await self._engine.acquire(1, LimitedWork.TOKENIZATION)
             try:
@@ -197,7 +197,8 @@ class GenerationService:
     def model_info(self, api: ApiRules, metadata: Metadata, refusal: str) -> ModelInfo:
         """Return facts about the model. Raises RequestError with a `refusal`."""
         limits, accounting = self._validator.limits, self._accounting
-        with accounting.tracing.call(api, "ModelInfo", metadata), accounting.counting_refusals("ModelInfo"):
+        method = "ModelInfo"
+        with accounting.tracing.call(api, method, metadata), accounting.counting_refusals(method, api):
             if refusal:
                 raise RequestError(refusal)
             return ModelInfo(

@@ -17,7 +17,10 @@ from tgis.router.errors import (
 )
 from tgis.router.metrics.metrics import Metrics
 
-NO_TEMPLATE = "the model has no chat template; start the service with --chat-template"
+NO_TEMPLATE = (
+    "the model has no chat template: send a prompt to /v1/completions, or start the service with "
+    "--chat-template FILE"
+)
 FIXED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 
 

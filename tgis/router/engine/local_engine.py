@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SPECULATION = "speculation is on: at most %d draft tokens per sequence and step, %s"
+
 
 class LocalEngine:
     """EngineHost of an engine in this process."""
@@ -129,14 +131,16 @@ def _open_proposer(
     if not max_drafts:
         return None
     if info.max_drafts:
-        max_rows = info.max_drafting_rows or None
-        return ShardDrafts(min(max_drafts, info.max_drafts), budget.predict, max_rows)
+        max_drafts = min(max_drafts, info.max_drafts)
+        logger.info(SPECULATION, max_drafts, "proposed by the shards' speculator")
+        return ShardDrafts(max_drafts, budget.predict, info.max_drafting_rows or None)
     if info.num_states:
         logger.warning(
             "--speculate has no effect without --speculator: the model keeps a state, which only drafts of a "
             "speculator roll back"
         )
         return None
+    logger.info(SPECULATION, max_drafts, "copied from the sequence's own tokens, because --speculate is set")
     return PromptLookup(max_drafts, budget.predict)
 
 

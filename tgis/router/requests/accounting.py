@@ -24,6 +24,7 @@ from tgis.router.errors import (
 )
 from tgis.router.events import Failed, Failure, InputTokens, Output, TimedOut
 from tgis.router.metrics.metrics import Metrics
+from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import MISSING_REQUEST, GenerationCall
 from tgis.router.requests.parameters import PARAMETERS
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
@@ -55,14 +56,15 @@ class Accounting:
                 yield account
 
     @contextmanager
-    def counting_refusals(self, method: str) -> Iterator[None]:
+    def counting_refusals(self, method: str, api: ApiRules) -> Iterator[None]:
         """Count and log the refusal of a call that generates nothing. The exception passes through."""
         try:
             yield
         except (RequestError, OverloadedError) as error:
             kind = _overload_label(error) if isinstance(error, OverloadedError) else "validation"
             self.metrics.request_failure.add(kind)
-            logger.error("%s failed with %s: %s", method, error.code.name, error.log_text)
+            level = api.level_of(error.code)
+            logger.log(level, "%s failed with %s: %s", method, error.code.name, error.log_text)
             error.is_logged = True
             raise
 

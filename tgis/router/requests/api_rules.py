@@ -1,5 +1,6 @@
 """Declares the rules for calls that differ between APIs."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -48,3 +49,7 @@ class ApiRules:
     """Methods whose spans have the operation `chat`."""
     is_logged: bool = True
     """True if log lines name the API, the method and the model. TGIS's log lines do not."""
+
+    def level_of(self, code: Code) -> int:
+        """Return the log level of an error. Clients' mistakes are warnings, except in TGIS's log lines."""
+        return logging.WARNING if self.is_logged and code is Code.INVALID_ARGUMENT else logging.ERROR

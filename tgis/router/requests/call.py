@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import msgspec
 
+from tgis.router.errors import RequestError
 from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.parameters import Parameters
 from tgis.router.text.stop_sequences import StopScope
@@ -47,6 +49,8 @@ class GenerationCall:
     """Time for which the client will wait, if the API's protocol says so."""
     shown_special_ids: frozenset[int] = frozenset()
     """Special tokens that answers show although they omit other special tokens."""
+    describe_refusal: Callable[[RequestError], str] = attrgetter("log_text")
+    """Function that returns a refusal's text for the log, in the API's words and without client texts."""
     make_stop_scope: Callable[[], StopScope] | None = None
     """Factory of the stop scope of one text. None: a stop sequence ends the text wherever it occurs."""
 

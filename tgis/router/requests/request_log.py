@@ -11,7 +11,7 @@ from types import TracebackType
 
 from tgis.logs import FIELDS, Scalar
 from tgis.router.engine.handle import SequenceSpec
-from tgis.router.errors import Code, RouterError
+from tgis.router.errors import Code, RequestError, RouterError
 from tgis.router.events import InputTokens, Output, Timings
 from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import GenerationCall, Metadata
@@ -120,13 +120,14 @@ class InputLog:
         self.has_ended = True
         if isinstance(error, RouterError):
             error.is_logged = True
-        if not logger.isEnabledFor(logging.ERROR):
-            return
-        code, reason = Code.INTERNAL, ""
+        call, code, reason = self.call_log.call, Code.INTERNAL, ""
         if isinstance(error, RouterError):
-            code, reason = error.code, f": {error.log_text[:MAX_ERROR_CHARS]}"
-        fields = self._fields() | {"code": code.name} | self._durations(None)
-        logger.error("%s failed with %s%s", self.kind, code.name, reason, extra={FIELDS: fields})
+            text = call.describe_refusal(error) if isinstance(error, RequestError) else error.log_text
+            code, reason = error.code, f": {text[:MAX_ERROR_CHARS]}"
+        level = call.api.level_of(code)
+        if logger.isEnabledFor(level):
+            fields = self._fields() | {"code": code.name} | self._durations(None)
+            logger.log(level, "%s failed with %s%s", self.kind, code.name, reason, extra={FIELDS: fields})
 
     def _end(self, reason: StopReason, last: Output | None) -> None:
         self.has_ended = True
@@ -157,7 +158,8 @@ class InputLog:
             fields["tenant"] = call.tenant[:MAX_ID_CHARS]
         if call.prefix_id is not None:
             fields["prefix_id"] = call.prefix_id[:MAX_ID_CHARS]
-        if call.adapter_id is not None:
+        # Before the call is accepted, a name of a model may not be an adapter's id.
+        if call.adapter_id is not None and (spec is not None or call.adapter_id != call.model_id):
             fields["adapter_id"] = call.adapter_id[:MAX_ID_CHARS]
         if log.text_chars and len(self.texts) == 1:
             fields["input"] = self.texts[0][: log.text_chars]

@@ -186,9 +186,9 @@ class LoadPlan:
         )
         _check_length(model.spec, demand.max_sequence_length)
         speculator = self._load_speculator(model)
-        release_memory()
-        weight_gib = (on.memory.memory_used() - before) / GIB
         guides.wait_until_ready()  # so that the measurement of a step below excludes the tokenizer's memory
+        release_memory()
+        used_gib = (on.memory.memory_used() - before) / GIB
         if self.limits.adapter_bytes:
             on.kernels.prepare_adapters()
         adapters = open_adapters(config, model)
@@ -200,9 +200,12 @@ class LoadPlan:
         on.compiler.finish()
         num_blocks = runner.info.num_blocks
         logger.info(
-            "loaded in %.1f s: weights take %.2f GiB (%s), the KV cache takes %.2f GiB (%s): %d blocks, "
+            "loaded in %.1f s: %s take %.2f GiB (%s), the KV cache takes %.2f GiB (%s): %d blocks, "
             "%d tokens, %.1f requests of %d tokens",
-            *(time.monotonic() - began, weight_gib, info.weight_dtype),
+            time.monotonic() - began,
+            # The tokenizer is read at the same time, into the memory of the host.
+            "weights and tokenizer" if on.device.type == "cpu" else "weights",
+            *(used_gib, info.weight_dtype),
             *(num_blocks * loaded.block_bytes / GIB, info.cache_dtype),
             *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
             demand.max_sequence_length,

@@ -95,12 +95,13 @@ async def test_prompts_equal_the_rendered_template(tmp_path: Path) -> None:
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "king", "content": "a"}]}, "messages"),
-    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages"),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": [*HELLO, {"content": "a"}]}, "messages[1].role"),
     ({"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
     ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"),

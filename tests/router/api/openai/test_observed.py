@@ -98,9 +98,14 @@ async def test_each_refusal_has_one_line_and_its_status_in_its_span(
             caplog.clear()
             with caplog.at_level(logging.INFO):
                 status, answer = await post(served, path, body, **HEADERS)
-            lines = [record.getMessage() for record in caplog.records if record.name.startswith("tgis.")]
+            records = [record for record in caplog.records if record.name.startswith("tgis.")]
+            lines = [record.getMessage() for record in records]
+            assert {record.levelname for record in records} == {"WARNING"}, (path, body, lines)
             assert (status, len(lines)) == (expected, 1), (path, body, answer, lines)
             assert json.dumps(body.get("prompt", "-")) not in caplog.text
+            shown = [getattr(record, FIELDS) for record in records if hasattr(record, FIELDS)]
+            assert not any("adapter_id" in str(line) for line in (*lines, *shown)), (path, body)
+            assert not any("new_tokens" in line for line in lines)
         series = served.scene.metrics.render().decode()
     tracing.close()
     spans = [(span.name, values(span.attributes)) for span in collector[0].spans]

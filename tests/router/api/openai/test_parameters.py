@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tgis.router.api.http.described_fields import describe_parameters
+from tgis.router.api.http.fields.described_fields import describe_parameters
 from tgis.router.api.openai.chat.types import ChatRequest
 from tgis.router.api.openai.completions.types import CompletionRequest
 from tgis.router.api.openai.errors import OPENAI_ERRORS, ApiError, describe

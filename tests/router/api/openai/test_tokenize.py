@@ -43,7 +43,7 @@ async def test_refusals(tmp_path: Path) -> None:
             ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
             ("/tokenize", {"messages": HELLO, "chat_template": "x"}, "chat_template"),
             ("/detokenize", {"tokens": [999_999_999]}, "tokens"),
-            ("/detokenize", {"tokens": [-1]}, "tokens"),
+            ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ):
             status, answer = await post(served, path, body)
             assert (status, answer["error"]["param"]) == (400, param), answer

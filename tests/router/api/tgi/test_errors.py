@@ -52,19 +52,18 @@ async def test_bodies_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 WRONG_FIELDS: list[tuple[Any, str]] = [
-    ([], "Expected `object`, got `array`"),
-    ({}, "Object missing required field `inputs`"),
-    ({"inputs": None}, "inputs: Expected `str`, got `null`"),
-    ({"inputs": ["a"]}, "inputs: Expected `str`, got `array`"),
-    (inputs(temperature="1"), "parameters.temperature: "),
-    (inputs(max_new_tokens=1.5), "parameters.max_new_tokens: "),
-    (inputs(max_new_tokens=-1), "parameters.max_new_tokens: "),
-    (inputs(max_new_tokens=2**32), "parameters.max_new_tokens: "),
-    (inputs(top_k=2**31), "parameters.top_k: "),
-    (inputs(stop="a"), "parameters.stop: "),
-    (inputs(do_sample=1), "parameters.do_sample: "),
-    (inputs(grammar={"type": "yaml", "value": ""}), "parameters.grammar.type: "),
-    (inputs(grammar={"type": "json"}), "parameters.grammar: "),
+    ([], "the body must be an object, not a list"),
+    ({}, "inputs is required"),
+    ({"inputs": None}, "inputs must be a string, not null"),
+    ({"inputs": ["a"]}, "inputs must be a string, not a list"),
+    (inputs(temperature="1"), "parameters.temperature must be "),
+    (inputs(max_new_tokens=1.5), "parameters.max_new_tokens must be "),
+    (inputs(max_new_tokens=2**32), "parameters.max_new_tokens must be "),
+    (inputs(top_k=2**31), "parameters.top_k must be "),
+    (inputs(stop="a"), "parameters.stop must be "),
+    (inputs(do_sample=1), "parameters.do_sample must be "),
+    (inputs(grammar={"type": "yaml", "value": ""}), "parameters.grammar.type must be "),
+    (inputs(grammar={"type": "json"}), "parameters.grammar.value is required"),
 ]
 
 

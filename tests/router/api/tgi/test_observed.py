@@ -75,7 +75,9 @@ async def test_each_refusal_has_one_line_and_its_status(
             caplog.clear()
             with caplog.at_level(logging.INFO):
                 answer = await call(served, path, body)
-            lines = [record.getMessage() for record in caplog.records if record.name.startswith("tgis.")]
+            records = [record for record in caplog.records if record.name.startswith("tgis.")]
+            lines = [record.getMessage() for record in records]
+            assert {record.levelname for record in records} == {"WARNING"}, (path, body, lines)
             assert (answer.status, len(lines)) == (expected, 1), (path, body, answer, lines)
     tracing.close()
     spans = [(span.name, values(span.attributes)) for span in collector[0].spans]

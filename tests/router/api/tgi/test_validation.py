@@ -17,6 +17,7 @@ SAMPLED = {"do_sample": True}
 REGEX = {"type": "regex", "value": "("}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 0}, "`best_of` must be > 0 and <= 2. Given: 0"),
+    ({"best_of": -1}, "`best_of` must be > 0 and <= 2. Given: -1"),
     ({"best_of": 3} | SAMPLED, "`best_of` must be > 0 and <= 2. Given: 3"),
     ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
     ({"best_of": 2, "seed": 1} | SAMPLED, "`seed` must not be set when `best_of` > 1"),
@@ -32,11 +33,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 0}, "`top_k` must be strictly positive"),
     ({"top_k": -1}, "`top_k` must be strictly positive"),
     ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+    ({"max_new_tokens": -5}, "`max_new_tokens` must be strictly positive"),
     ({"stop": ["a"] * 5}, "`stop` supports up to 4 stop sequences. Given: 5"),
     ({"stop": [""]}, "`stop` must have texts of 1 to 240 UTF8 bytes"),
-    ({"seed": 2**64}, f"`seed` must be <= {2**64 - 1}"),
+    ({"seed": 2**64}, f"`seed` must be >= 0 and <= {2**64 - 1}"),
+    ({"seed": -1}, f"`seed` must be >= 0 and <= {2**64 - 1}"),
+    ({"top_n_tokens": -1}, "`top_n_tokens` must be >= 0 and <= 5. Given: -1"),
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
     ({"truncate": 0}, "`truncate` must be strictly positive and less than 20. Given: 0"),
+    ({"truncate": -1}, "`truncate` must be strictly positive and less than 20. Given: -1"),
     ({"truncate": 21}, "`truncate` must be strictly positive and less than 20. Given: 21"),
     ({"grammar": REGEX}, "grammar is not valid: unclosed group"),
     (

@@ -13,7 +13,8 @@ from msgspec import Meta
 from tgis.config.processes import RouterConfig
 from tgis.config.serving import GENERATION_CONFIG_AUTO, GENERATION_CONFIG_NONE
 from tgis.hub.model_files import ModelNotFoundError, read_json
-from tgis.router.api.http.shared_fields import MAX_COUNT, SharedFields
+from tgis.router.api.http.fields.invalid_fields import describe_invalid
+from tgis.router.api.http.fields.shared_fields import MAX_COUNT, SharedFields
 from tgis.router.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def _to_value(name: str, value: Any) -> float:
     try:
         number: float | None = getattr(msgspec.convert({name: value}, DefaultFields), name)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{name}: {str(error).partition(' - at')[0]}") from error
+        raise ValueError(describe_invalid(error, DefaultFields).text) from error
     if number is None or not math.isfinite(number):
-        raise ValueError(f"{name}: Expected a finite number")
+        raise ValueError(f"{name} must be a finite number")
     return number

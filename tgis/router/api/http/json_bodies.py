@@ -1,13 +1,13 @@
 """Reads JSON bodies of requests, and encodes answers. Bodies with many values take turns."""
 
 import asyncio
-import re
 from collections.abc import Hashable
 from typing import Any, TypeVar
 
 import msgspec
 
 from tgis.process.fair_queue import FairQueue
+from tgis.router.api.http.fields.invalid_fields import describe_invalid
 from tgis.router.api.http.json_structure import BodyLimits, Weight, check_structure
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
 
@@ -106,11 +106,8 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `")
-        param = path.rstrip("`").removeprefix("$.")
-        field = re.sub(r"\.?\[.*", "", param)
-        shown = f"{field}: {text}" if field else f"the body: {text}"
-        raise RequestError(shown, field) from None
+        path, text = describe_invalid(error, decoder.type)
+        raise RequestError(text, path) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise RequestError("the body is not valid JSON in UTF-8") from None
     except RecursionError:

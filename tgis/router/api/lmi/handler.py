@@ -14,8 +14,8 @@ from tgis.router.api.http.answers.sliced_encoder import SlicedEncoder
 from tgis.router.api.http.answers.token_texts import TokenForms
 from tgis.router.api.http.call_context import HttpCall, media_type, read_body
 from tgis.router.api.http.chat_api import ChatApi
-from tgis.router.api.http.described_fields import describe_parameters
 from tgis.router.api.http.errors import OWN_FORM
+from tgis.router.api.http.fields.described_fields import describe_parameters
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.lmi.answers import AnswerWriter
 from tgis.router.api.lmi.chat_lines import ChatLineErrors, with_lines
@@ -25,7 +25,7 @@ from tgis.router.api.lmi.lines import LineErrors, LineWriter
 from tgis.router.api.lmi.parameters import LmiParameters, check_parameters, to_parameters
 from tgis.router.api.lmi.request import ADAPTER, LmiRequest, check_headers, check_model, read_request
 from tgis.router.api.lmi.rules import LMI
-from tgis.router.api.renamed_parameters import renamed_text
+from tgis.router.api.renamed_parameters import renamed_log_text, renamed_text
 from tgis.router.api.service import Result
 from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.events import InputTokens
@@ -78,6 +78,12 @@ def translated_refusals(adapter_id: str | None) -> Iterator[None]:
         refusal = RequestError(text, parameter)
         refusal.is_logged = error.is_logged
         raise refusal from None
+
+
+def describe_refusal(error: RequestError) -> str:
+    """Return a refusal's text for the log."""
+    is_missing = isinstance(error, NotFoundError)
+    return "the adapter is not registered" if is_missing else renamed_log_text(error, NAMES)
 
 
 class Invocations:
@@ -185,4 +191,5 @@ class Invocations:
             model_id=self._parts.models.names[0],
             tenant=http.tenant,
             api=LMI,
+            describe_refusal=describe_refusal,
         )

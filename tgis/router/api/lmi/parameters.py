@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from tgis.router.api.http.refused_fields import RefusedField, find_refused
-from tgis.router.api.http.shared_fields import SharedFields, restricts_sampling
+from tgis.router.api.http.fields.refused_fields import RefusedField, find_refused
+from tgis.router.api.http.fields.shared_fields import SharedFields, restricts_sampling
 from tgis.router.errors import RequestError
 from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
 

@@ -11,15 +11,15 @@ from tgis.router.api.http.answers.event_stream import EventStream
 from tgis.router.api.http.answers.sliced_encoder import SlicedEncoder
 from tgis.router.api.http.answers.token_texts import TokenForms
 from tgis.router.api.http.chat_api import ChatApi
-from tgis.router.api.http.described_fields import describe_parameters
 from tgis.router.api.http.errors import OWN_FORM
+from tgis.router.api.http.fields.described_fields import describe_parameters
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.tgi.answers import GenerateJob, write_answer
 from tgis.router.api.tgi.errors import BodyError
 from tgis.router.api.tgi.events import EventWriter
 from tgis.router.api.tgi.fields.bodies import WRONG, decode, main_field, read_json
 from tgis.router.api.tgi.fields.parameters import read_parameters
-from tgis.router.api.tgi.fields.refusals import translated_refusals
+from tgis.router.api.tgi.fields.refusals import describe_refusal, translated_refusals
 from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest
 from tgis.router.events import InputTokens
@@ -82,6 +82,7 @@ class Generation:
             refusal=refusal,
             tenant=http.tenant,
             api=TGI,
+            describe_refusal=partial(describe_refusal, parameters, self._parts.limits),
         )
         forms = TokenForms(self._parts.service.vocabulary_of(call))
         return GenerateJob(body, call, forms, is_in_list, self._compute_type)

@@ -9,9 +9,11 @@ from tgis.router.api.http.answers.text_ends import FinishReason
 from tgis.router.api.http.answers.token_texts import Prefill, Token, Tokens
 
 Signed = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-Long = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Seed = Annotated[int, Meta(ge=0)]
+# Minima are checked with the other rules, so that 0 and negative numbers have one text.
+_FROM_0 = {"minimum": 0}
+Count = Annotated[int, Meta(le=2**32 - 1, extra_json_schema=_FROM_0)]
+Long = Annotated[int, Meta(le=2**63 - 1, extra_json_schema=_FROM_0)]
+Seed = Annotated[int, Meta(extra_json_schema=_FROM_0)]
 
 
 class GenerateParameters(msgspec.Struct):

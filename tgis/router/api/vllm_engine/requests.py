@@ -1,5 +1,6 @@
 """Reads Generate requests. A number that is 0 is not set, except for temperature and seed."""
 
+from functools import partial
 from typing import NamedTuple
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -7,6 +8,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from tgis.router.api.grpc.call_status import Context
 from tgis.router.api.grpc.described_fields import describe_fields
 from tgis.router.api.grpc.priority_metadata import ALLOWED_PRIORITY, PRIORITY, PRIORITY_KEY
+from tgis.router.api.renamed_parameters import renamed_log_text
 from tgis.router.api.tenants import tenant_of
 from tgis.router.api.vllm_engine.rules import VLLM_ENGINE
 from tgis.router.grammar.compiler import JSON, Guided
@@ -58,6 +60,7 @@ def read_call(request: pb.GenerateRequest, context: Context) -> GenerationCall:
         client_id=request.request_id,
         tenant=tenant_of(context),
         api=VLLM_ENGINE,
+        describe_refusal=partial(renamed_log_text, names=NAMES),
         time_left_s=context.time_remaining(),
     )
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tgis.router.api.http.answers.event_stream import DONE, EventStream
 from tgis.router.api.http.call_context import HttpCall
 from tgis.router.api.http.default_sampling import set_default_sampling
-from tgis.router.api.http.described_fields import describe_parameters
+from tgis.router.api.http.fields.described_fields import describe_parameters
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.merged_streams import merge
 from tgis.router.api.models import ModelChoice
@@ -28,7 +28,7 @@ from tgis.router.api.openai.chat.tools import read_tool_use
 from tgis.router.api.openai.chat.types import ChatChoice, ChatCompletion, ChatRequest
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.parameters import to_parameters
-from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
+from tgis.router.api.openai.fields.refusals import INPUT, describe_refusal, translated_refusals
 from tgis.router.api.openai.fields.refused_fields import IN_CHATS, refuse_fields
 from tgis.router.api.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.openai.fields.structured_outputs import constraint_names, read_guided
@@ -110,6 +110,7 @@ class ChatCompletions:
             tenant=http.tenant,
             api=OPENAI,
             shown_special_ids=marks & self._parts.tokenizer.special_ids,
+            describe_refusal=partial(describe_refusal, _names(body)),
             make_stop_scope=None if form is None else form.stop_scope,
         )
 
@@ -175,9 +176,6 @@ def _check(body: ChatRequest, is_encoder_decoder: bool) -> None:
         raise ApiError(400, "prompt_logprobs cannot be streamed", "prompt_logprobs")
     if body.prompt_logprobs is not None and is_encoder_decoder:
         raise ApiError(400, "prompt_logprobs is not supported for encoder-decoder models", "prompt_logprobs")
-    for name in ("max_completion_tokens", "max_tokens"):
-        if getattr(body, name) == 0:
-            raise ApiError(400, f"{name} must be at least 1", name)
 
 
 def _parameters(body: ChatRequest, guided: Guided | None) -> Parameters:

@@ -96,11 +96,11 @@ def _variables(fields: ChatFields, renderer: ChatRenderer) -> dict[str, Any] | N
 def _template_message(message: Message, index: int, renderer: ChatRenderer) -> dict[str, Any]:
     where, role = f"messages[{index}]", message.role
     if role not in ROLES:
-        raise ApiError(400, f"{where}: role must be one of {', '.join(ROLES)}", "messages")
+        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
     if role == "developer" and not renderer.takes_developer_role:
         role = "system"
     if message.content is None and role != "assistant":
-        raise ApiError(400, f"{where}: content is missing", "messages")
+        raise ApiError(400, f"{where}.content is required", f"{where}.content")
     shown: dict[str, Any] = {"role": role, "content": _content(message, where, renderer.takes_content_parts)}
     for name in TEXTS:
         if (text := getattr(message, name)) is not None:

@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from tgis.router.api.openai.answers.logprobs import ChatLogprobs, PromptLogprobs
 from tgis.router.api.openai.answers.usage import SYSTEM_FINGERPRINT, Usage
-from tgis.router.api.openai.fields.sampling_fields import Count, SamplingFields, TopLogprobs
+from tgis.router.api.openai.fields.sampling_fields import Count, NumTokens, SamplingFields, TopLogprobs
 
 
 class ContentPart(msgspec.Struct):
@@ -77,8 +77,8 @@ class ToolChoice(msgspec.Struct):
 
 class ChatRequest(SamplingFields, kw_only=True):
     messages: list[Message]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None
     """Has precedence over `max_tokens`."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from tgis.router.api.http.answers.event_stream import DONE, EventStream
 from tgis.router.api.http.call_context import HttpCall
 from tgis.router.api.http.default_sampling import set_default_sampling
-from tgis.router.api.http.described_fields import describe_parameters
+from tgis.router.api.http.fields.described_fields import describe_parameters
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.merged_streams import merge
 from tgis.router.api.openai.answers.dates import unix_time
@@ -21,7 +21,7 @@ from tgis.router.api.openai.completions.chunks import ChunkWriter
 from tgis.router.api.openai.completions.types import Completion, CompletionRequest
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.parameters import to_parameters
-from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
+from tgis.router.api.openai.fields.refusals import INPUT, describe_refusal, translated_refusals
 from tgis.router.api.openai.fields.refused_fields import refuse_fields
 from tgis.router.api.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.openai.fields.structured_outputs import constraint_names, read_guided
@@ -43,7 +43,7 @@ class Completions:
         """Answer a request. Raises ApiError and RouterError."""
         body = await read_fields(_decoder, request)
         job = await self._read(body, request.state.call)
-        with translated_refusals(body.model, {INPUT: "prompt"} | constraint_names(body)):
+        with translated_refusals(body.model, _names(body)):
             if not body.stream:
                 return await self._generate(job)
             events = self._events(job)
@@ -72,6 +72,7 @@ class Completions:
             adds_special_tokens=body.add_special_tokens is not False,
             tenant=http.tenant,
             api=OPENAI,
+            describe_refusal=partial(describe_refusal, _names(body)),
         )
         header = Completion(id=f"cmpl-{http.id}", created=unix_time(), model=choice.name, choices=[])
         encoder = LogprobsEncoder(self._parts.encoding_turn)
@@ -122,13 +123,20 @@ def _read_prompts(
     return [write_ids(item) for item in prompt if isinstance(item, list)], True
 
 
+def _names(body: CompletionRequest) -> dict[str, str]:
+    """Return a completion's own names by the service's names, where they differ."""
+    return {INPUT: "prompt"} | constraint_names(body)
+
+
 def _check(body: CompletionRequest, limits: RequestLimits, is_encoder_decoder: bool) -> None:
     """Check that the fields fit each other. Raises ApiError."""
     wants_input = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
     if wants_input and is_encoder_decoder:
         raise ApiError(400, "prompt_logprobs is not supported for encoder-decoder models", "prompt_logprobs")
-    if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
-        raise ApiError(400, "max_tokens must be at least 1 unless echo is true", "max_tokens")
+    least = 0 if body.echo or body.prompt_logprobs is not None else 1
+    if body.max_tokens is not None and body.max_tokens < least:
+        unless = ", or 0 with echo or prompt_logprobs" if least else ""
+        raise ApiError(400, f"max_tokens must be at least {least}{unless}", "max_tokens")
     if body.best_of is not None and body.best_of < (body.n or 1):
         raise ApiError(400, "best_of must not be less than n", "best_of")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:

@@ -5,14 +5,16 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from tgis.router.api.http.fields.shared_fields import MAX_COUNT
 from tgis.router.api.openai.answers.logprobs import CompletionLogprobs, PromptLogprobs
 from tgis.router.api.openai.answers.usage import SYSTEM_FINGERPRINT, Usage
-from tgis.router.api.openai.fields.sampling_fields import Count, SamplingFields, TokenId, TopLogprobs
+from tgis.router.api.openai.fields.sampling_fields import SamplingFields, TokenId, TopLogprobs
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
-    max_tokens: Count | None = None
+    max_tokens: Annotated[int, Meta(le=MAX_COUNT, extra_json_schema={"minimum": 0})] | None = None
+    """Its minimum depends on `echo` and `prompt_logprobs`, so it is checked with them."""
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None

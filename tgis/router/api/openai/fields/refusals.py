@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from tgis.router.api.openai.errors import ApiError, missing_model
-from tgis.router.api.renamed_parameters import renamed_text
+from tgis.router.api.renamed_parameters import renamed_log_text, renamed_text
 from tgis.router.errors import InputTooLongError, NotFoundError, RequestError
 
 INPUT = "text"
@@ -32,6 +32,13 @@ def translated_refusals(model: str | None, names: Mapping[str, str]) -> Iterator
         refusal = missing_model(model) if is_missing else _translate(error, {**NAMES, **names})
         refusal.is_logged = error.is_logged
         raise refusal from None
+
+
+def describe_refusal(names: Mapping[str, str], error: RequestError) -> str:
+    """Return a refusal's text for the log. `names` replaces entries of NAMES."""
+    if isinstance(error, NotFoundError):
+        return "the model does not exist"
+    return renamed_log_text(error, {**NAMES, **names}, INPUT)
 
 
 def _translate(error: RequestError, names: Mapping[str, str]) -> ApiError:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tgis.router.api.http.refused_fields import RefusedField, find_refused
+from tgis.router.api.http.fields.refused_fields import RefusedField, find_refused
 from tgis.router.api.openai.errors import ApiError
 
 REFUSED = {

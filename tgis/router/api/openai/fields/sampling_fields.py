@@ -9,9 +9,9 @@ from starlette.requests import Request
 from tgis.config.serving import MIN_PRIORITY
 from tgis.router.api.http.call_context import media_type, read_body
 from tgis.router.api.http.default_sampling import DefaultFields
+from tgis.router.api.http.fields.shared_fields import MAX_COUNT
 from tgis.router.api.http.json_bodies import decode_body
 from tgis.router.api.http.serving.origins import is_of_page
-from tgis.router.api.http.shared_fields import MAX_COUNT
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.errors import RequestError
 from tgis.router.requests.parameters import MAX_PRIORITY
@@ -21,6 +21,7 @@ NO_JSON_TYPE = "the content type must be application/json"
 MAX_TOP_LOGPROBS = 20
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+NumTokens = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 TokenId = Annotated[int, Meta(ge=0, le=999_999_999)]
 Priority = Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -54,7 +55,7 @@ class SamplingFields(DefaultFields, kw_only=True):
     priority: Priority | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
+    truncate_prompt_tokens: NumTokens | None = None
     user: str | None = None
 
     response_format: Any = None

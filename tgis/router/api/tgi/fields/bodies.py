@@ -6,6 +6,7 @@ import msgspec
 from starlette.requests import Request
 
 from tgis.router.api.http.call_context import media_type, read_body
+from tgis.router.api.http.fields.invalid_fields import describe_invalid
 from tgis.router.api.tgi.errors import BodyError
 from tgis.router.errors import RequestError
 
@@ -41,9 +42,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `")
-        field = path.rstrip("`").removeprefix("$.")
-        raise BodyError(422, WRONG.format(f"{field}: {text}" if field else text)) from None
+        raise BodyError(422, WRONG.format(describe_invalid(error, decoder.type).text)) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise BodyError(400, NOT_JSON.format("it is not valid JSON in UTF-8")) from None
     except RecursionError:

@@ -41,16 +41,16 @@ def _problems(
         yield "`typical_p` must be > 0.0 and < 1.0"
     if given.top_k is not None and not given.top_k > 0:
         yield "`top_k` must be strictly positive"
-    if given.max_new_tokens == 0:
+    if given.max_new_tokens is not None and not given.max_new_tokens > 0:
         yield "`max_new_tokens` must be strictly positive"
     max_stops, num_stops = limits.max_stop_sequences_for(TGI), len(given.stop or ())
     if num_stops > max_stops:
         yield f"`stop` supports up to {max_stops} stop sequences. Given: {num_stops}"
     if given.seed is not None and (given.best_of or 1) > 1:
         yield "`seed` must not be set when `best_of` > 1"
-    if (given.seed or 0) > MAX_SEED:
-        yield f"`seed` must be <= {MAX_SEED}"
-    if (given.top_n_tokens or 0) > limits.max_top_n_tokens:
+    if not 0 <= (given.seed or 0) <= MAX_SEED:
+        yield f"`seed` must be >= 0 and <= {MAX_SEED}"
+    if not 0 <= (given.top_n_tokens or 0) <= limits.max_top_n_tokens:
         yield (f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {given.top_n_tokens}")
     if not inputs:
         yield "`inputs` cannot be empty"

@@ -39,6 +39,13 @@ def translated_refusals(parameters: Parameters, limits: RequestLimits) -> Iterat
         raise refusal from None
 
 
+def describe_refusal(parameters: Parameters, limits: RequestLimits, error: RequestError) -> str:
+    """Return a refusal's text for the log, which quotes nothing."""
+    if isinstance(error, QuotingError | NotFoundError):
+        return error.log_text
+    return _translate(error, parameters, limits) or error.log_text
+
+
 def _translate(error: RequestError, parameters: Parameters, limits: RequestLimits) -> str | None:
     """Return TGI's text for a refusal, or None to keep the service's text."""
     if isinstance(error, InputTooLongError):

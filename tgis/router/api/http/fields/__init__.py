@@ -1,0 +1,1 @@
+"""Fields that several APIs over HTTP share, and the errors about fields."""
