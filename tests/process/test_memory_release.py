@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tgis.process import memory_release
-from tgis.process.memory_release import ENOUGH_BYTES, LARGE_BYTES, MemoryRelease
+from tgis.process.memory import release as memory_release
+from tgis.process.memory.release import ENOUGH_BYTES, LARGE_BYTES, MemoryRelease
 
 SMALL, NUM_SMALL = 600, 200_000  # too large for Python's own allocator
 HELD = SMALL * NUM_SMALL * 3 // 4

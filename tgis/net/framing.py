@@ -34,6 +34,10 @@ class FrameReader:
     def push(self, data: bytes) -> list[bytes]:
         """Return the serialized messages that `data` completes. Raises FrameError."""
         pending = self._pending
+        if not pending and len(data) >= _LENGTH.size:
+            [length] = _LENGTH.unpack_from(data)
+            if len(data) == _LENGTH.size + length <= MAX_LENGTH:  # the usual case: one whole message
+                return [data[_LENGTH.size :]]
         pending += data
         start = 0
         bodies = []

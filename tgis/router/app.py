@@ -25,7 +25,8 @@ from tgis.net.tls import Certificates, port_certificates
 from tgis.pb.orca_pb2_grpc import add_OpenRcaServiceServicer_to_server
 from tgis.process.child import GIVE_UP
 from tgis.process.heartbeat import send_heartbeats
-from tgis.process.memory_release import MemoryRelease
+from tgis.process.memory.page_collapse import collapse_soon
+from tgis.process.memory.release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.grpc.health import NAME as HEALTH
 from tgis.router.api.grpc.health import Health
@@ -248,6 +249,7 @@ class _Router:
                 api_port = await stack.enter_async_context(self._http.serve_api())
                 gc.collect()
                 gc.freeze()  # later garbage collections skip the objects that exist now
+                collapse_soon()
                 self.is_serving = True
                 _log_ports(config, grpc_port, http_port, api_port)
                 await self._run()

@@ -11,6 +11,7 @@ import uvloop
 from tgis.config.processes import RouterConfig
 from tgis.process.child import GIVE_UP
 from tgis.process.heartbeat import send_heartbeats
+from tgis.process.memory.page_collapse import collapse_soon
 from tgis.router.configured_metrics import open_metrics
 from tgis.router.engine.local_engine import LocalEngine
 from tgis.router.metrics.metrics import ENGINE
@@ -69,5 +70,6 @@ class _EngineProcess:
         self._is_serving = True
         gc.collect()
         gc.freeze()  # later garbage collections skip the objects that exist now
+        collapse_soon()
         logger.info("the engine serves %d router workers", self._config.router_workers)
         await self._engine.run()

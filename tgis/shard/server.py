@@ -22,6 +22,7 @@ from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import add_ShardServiceServicer_to_server
 from tgis.process.heartbeat import Heartbeat
+from tgis.process.memory.page_collapse import collapse_soon
 from tgis.prompts.artifact_cache import ArtifactCache
 from tgis.prompts.store import AdapterStore
 from tgis.shard.adapters.loading import open_artifact_cache, open_store
@@ -80,6 +81,8 @@ def serve(config: ShardConfig, heartbeat: Heartbeat) -> NoReturn:
     steps = StepSocket(endpoint.open_steps())
     server = _listen(service, endpoint)
     _stop_garbage_collector()
+    if plan.on.device.type == "cpu":  # steps of a GPU do not pass through the processor's caches
+        collapse_soon()
     logger.info(
         "rank %d of %d serves %s on %s", config.rank, config.world_size, config.model_path, endpoint.name
     )

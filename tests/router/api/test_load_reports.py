@@ -19,7 +19,7 @@ from tests.support.router.served_http import MODEL, open_http
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import orca_pb2
 from tgis.pb.orca_pb2_grpc import OpenRcaServiceStub, add_OpenRcaServiceServicer_to_server
-from tgis.process.memory_release import MemoryRelease
+from tgis.process.memory.release import MemoryRelease
 from tgis.router.api.grpc import load_service
 from tgis.router.api.grpc.health import Health
 from tgis.router.api.grpc.interceptors.error_interceptor import ErrorInterceptor

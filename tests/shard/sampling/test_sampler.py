@@ -21,7 +21,14 @@ from transformers import (
 from tests.support import plain_sampling
 from tests.support.plain_sampling import ORDER, Row, single
 from tgis.shard.sampling.logprobs import compute_details
-from tgis.shard.sampling.sampler import ROW_PARAMETERS, LogitBias, SamplingBatch, SeenTokens, sample
+from tgis.shard.sampling.sampler import (
+    ROW_PARAMETERS,
+    LogitBias,
+    Modifiers,
+    SamplingBatch,
+    SeenTokens,
+    sample,
+)
 
 INF = math.inf
 CPU = torch.device("cpu")
@@ -61,6 +68,7 @@ def run(rows: list[Row], wants_details: bool = True) -> tuple[list[int], torch.T
         eos_token_ids=eos,
         wants_details=np.full(len(rows), wants_details),
         bias=LogitBias.pack(bias_token_ids, biases, CPU),
+        modifiers=Modifiers.of(params),
     )
     tokens, usable = sample(scores, batch, seen)
     return tokens.tolist(), scores, usable.tolist()

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.router.load import load_reports
 from tgis.config.processes import RouterConfig
-from tgis.process.memory_release import MemoryRelease
+from tgis.process.memory.release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.serving.ports import HttpPorts

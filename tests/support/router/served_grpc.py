@@ -18,7 +18,7 @@ from tgis.config.processes import RouterConfig
 from tgis.net.tls import Certificates, TlsFiles
 from tgis.pb import shard_pb2
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub, add_GenerationServiceServicer_to_server
-from tgis.process.memory_release import MemoryRelease
+from tgis.process.memory.release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.fmaas.servicer import GenerationServicer
 from tgis.router.api.grpc.interceptors.auth_interceptor import AuthInterceptor

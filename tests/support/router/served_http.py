@@ -18,7 +18,7 @@ from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
 from tgis.net.http.server import serve_listener
 from tgis.pb import shard_pb2
-from tgis.process.memory_release import MemoryRelease
+from tgis.process.memory.release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.grpc.health import Health
 from tgis.router.api.http.service_parts import ServiceParts

@@ -186,7 +186,7 @@ class Engine:
         for details in answer.input_details:
             self._take_input_details(details)
         self._take_tokens(answer.sampled)
-        self._step_metrics.apply(answer.step)
+        self._step_metrics.apply()
 
     def _take_input_details(self, details: InputDetails) -> None:
         sequence = details.sequence

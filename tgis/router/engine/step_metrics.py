@@ -3,6 +3,7 @@ one prefill batch and its decode rows as one next_token batch, so a step with bo
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 from tgis.router.metrics.metrics import MAKEUP, Metrics
 from tgis.router.metrics.token_rate import TokenRate
@@ -14,13 +15,21 @@ from tgis.router.shards.codec import StepAnswer
 PREFILL, NEXT_TOKEN = "prefill", "next_token"
 
 
+class _SentStep(NamedTuple):
+    at: float
+    method: str
+    parts: list[tuple[str, int]]
+    """Methods and numbers of their sequences."""
+
+
 class StepMetrics:
     """Metrics of steps. The engine must report each step in order: sent, answered and applied, or lost."""
 
     def __init__(self, scheduler: Scheduler, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._sent: deque[tuple[Step, float]] = deque()
+        self._sent: deque[_SentStep] = deque()
         self._last_answer_at = 0.0
+        self._last_method = NEXT_TOKEN
         self._rate = TokenRate()
         metrics.generation_throughput.follow(lambda: self._rate.read(time.monotonic()))
         metrics.accepted_by_position.add("0", amount=0)  # shown before the first draft
@@ -28,8 +37,9 @@ class StepMetrics:
 
     def send(self, step: Step) -> None:
         metrics = self._metrics
-        self._sent.append((step, time.monotonic()))
-        for method, num_sequences in _parts(step):
+        parts = _parts(step)
+        self._sent.append(_SentStep(time.monotonic(), parts[0][0], parts))
+        for method, num_sequences in parts:
             metrics.batch_count.add(method)
             metrics.batch_size.observe(num_sequences, method)
         if step.num_prompts:
@@ -40,14 +50,13 @@ class StepMetrics:
     def answer(self, answer: StepAnswer) -> None:
         """Record the answer to the oldest step. The time of a step that was sent early starts when the shards
         answered the previous step."""
-        metrics, step, now = self._metrics, answer.step, time.monotonic()
-        _, sent_at = self._sent.popleft()
+        metrics, now = self._metrics, time.monotonic()
+        sent_at, method, parts = self._sent.popleft()
         self._rate.add(len(answer.sampled), now)
-        for method, _ in _parts(step):
-            metrics.batch_success.add(method)
+        for each, _ in parts:
+            metrics.batch_success.add(each)
         if answer.path:
             metrics.steps_by_path.add(answer.path)
-        method = _method(step)
         metrics.batch_duration.observe(now - max(sent_at, self._last_answer_at), method, MAKEUP)
         metrics.forward_duration.observe(answer.forward_s, method, MAKEUP)
         for result in answer.drafts:
@@ -56,18 +65,18 @@ class StepMetrics:
                 metrics.accepted_by_position.add(str(position))
         if metrics.aliases is not None:
             metrics.aliases.observe_step(answer.num_tokens)
-        self._last_answer_at = now
+        self._last_answer_at, self._last_method = now, method
 
-    def apply(self, step: Step) -> None:
+    def apply(self) -> None:
         """Record that the last answer has been applied."""
         seconds = time.monotonic() - self._last_answer_at
-        self._metrics.tokproc_duration.observe(seconds, _method(step), MAKEUP)
+        self._metrics.tokproc_duration.observe(seconds, self._last_method, MAKEUP)
         self._metrics.publish()
 
     def lose_all(self) -> None:
         """Count the unanswered steps as failed, because the shards are lost."""
-        for step, _ in self._sent:
-            for method, _ in _parts(step):
+        for step in self._sent:
+            for method, _ in step.parts:
                 self._metrics.batch_failure.add(method, "connection")
         self._sent.clear()
 
@@ -111,10 +120,6 @@ def _states(scheduler: Scheduler) -> StatePool:
 
 def _hit_rate(scheduler: Scheduler) -> float:
     return scheduler.num_cache_hits / max(scheduler.num_cache_queries, 1)
-
-
-def _method(step: Step) -> str:
-    return PREFILL if step.num_prompts else NEXT_TOKEN
 
 
 def _parts(step: Step) -> list[tuple[str, int]]:

@@ -10,21 +10,29 @@ class LinearFit:
         ones."""
         self._decay = decay
         self._weight = self._n = self._nn = self._t = self._nt = 0.0
+        self._solution: tuple[float, float] | None = 0.0, 0.0  # None after an observation
 
     @property
     def is_empty(self) -> bool:
         return not self._n
 
     def observe(self, num_units: int, seconds: float) -> None:
-        sums = (self._weight, self._n, self._nn, self._t, self._nt)
-        added = (1.0, num_units, num_units**2, seconds, num_units * seconds)
-        self._weight, self._n, self._nn, self._t, self._nt = (
-            total * self._decay + value for total, value in zip(sums, added, strict=True)
-        )
+        decay = self._decay
+        self._weight = self._weight * decay + 1.0
+        self._n = self._n * decay + num_units
+        self._nn = self._nn * decay + num_units**2
+        self._t = self._t * decay + seconds
+        self._nt = self._nt * decay + num_units * seconds
+        self._solution = None
 
     def solve(self) -> tuple[float, float]:
         """Return the fixed seconds and the seconds per unit, neither negative; 0 before the first
         observation."""
+        if self._solution is None:
+            self._solution = self._solve()
+        return self._solution
+
+    def _solve(self) -> tuple[float, float]:
         if not self._n:
             return 0.0, 0.0
         spread = self._weight * self._nn - self._n**2

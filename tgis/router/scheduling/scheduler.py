@@ -102,8 +102,10 @@ class Scheduler:
             max_prompt_tokens -= sum(
                 item.sequence.num_to_encode + item.end - item.start for item in newcomers
             )
-        prompts = list(self._continue_prompts(max_prompt_tokens, num_running))
-        if may_admit:
+        # Usually all running sequences decode and none waits.
+        has_prompts = len(decodes) < num_running
+        prompts = list(self._continue_prompts(max_prompt_tokens, num_running)) if has_prompts else []
+        if may_admit and len(self.waiting):
             budget = max_prompt_tokens - sum(item.end - item.start for item in prompts)
             newcomers += self._admit_waiting(budget, is_alone=not prompts and not newcomers)
         return self._send(decodes, prompts, newcomers) if decodes or prompts or newcomers else None

@@ -57,7 +57,9 @@ class ShardClient:
         self._streams: list[FramedChannel[pb.StepResponse]] = []
         self._responses: list[deque[pb.StepResponse]] = []
         """Responses of each rank to the oldest steps."""
-        self._answers: asyncio.Queue[StepAnswer | ShardsLostError] = asyncio.Queue()
+        self._answers: deque[StepAnswer | ShardsLostError] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        """Future that `receive` awaits."""
         self._steps: deque[Step] = deque()
         self._settling: deque[tuple[Step, asyncio.Future[None]]] = deque()
         self.replaced_kernels: frozenset[str] = frozenset()
@@ -85,7 +87,10 @@ class ShardClient:
 
     async def receive(self) -> StepAnswer:
         """Return the answer to the oldest unanswered step. Raises ShardsLostError."""
-        answer = await self._answers.get()
+        if not self._answers:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        answer = self._answers.popleft()
         if isinstance(answer, ShardsLostError):
             raise answer
         return answer
@@ -188,7 +193,7 @@ class ShardClient:
         for closing in self._closing:
             closing.cancel()
         await asyncio.gather(*(channel.close() for channel in channels))
-        self._answers = asyncio.Queue()
+        self._answers.clear()
         self._steps.clear()
         self._settle(None)
 
@@ -244,7 +249,15 @@ class ShardClient:
             logger.log(self._link.severity, "shard %d at %s cannot be reached: %s", rank, name, reason)
 
     def _lose(self, rank: int) -> None:
-        self._answers.put_nowait(ShardsLostError(f"shard {rank} is lost"))
+        self._put(ShardsLostError(f"shard {rank} is lost"))
+
+    def _put(self, answer: StepAnswer | ShardsLostError) -> None:
+        self._answers.append(answer)
+        arrival = self._arrival
+        if arrival is not None:
+            self._arrival = None
+            if not arrival.done():  # It is done if `receive` was cancelled.
+                arrival.set_result(None)
 
     def _combine(self) -> None:
         """Queue the oldest step's answer once all ranks have answered. Answers that differ or cannot be
@@ -254,14 +267,12 @@ class ShardClient:
             step = self._steps.popleft()
             self._settle(step)
             if len({(response.step_id, response.digest) for response in responses}) > 1:
-                self._answers.put_nowait(ShardsLostError(f"the ranks disagree on step {step.step_id}"))
+                self._put(ShardsLostError(f"the ranks disagree on step {step.step_id}"))
                 return
             try:
-                self._answers.put_nowait(decode_answer(step, responses[0]))
+                self._put(decode_answer(step, responses[0]))
             except (KeyError, ValueError):
-                self._answers.put_nowait(
-                    ShardsLostError(f"the answer to step {step.step_id} cannot be decoded")
-                )
+                self._put(ShardsLostError(f"the answer to step {step.step_id} cannot be decoded"))
                 return
 
     def _settle(self, step: Step | None) -> None:

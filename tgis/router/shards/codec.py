@@ -1,6 +1,7 @@
 """Encodes steps as messages for the shards and decodes their answers. Messages contain columns of raw bytes,
 so that encoding a step of hundreds of sequences takes microseconds."""
 
+import struct
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
@@ -43,8 +44,7 @@ class RowFailure:
     """True if the sequence's grammar caused the failure."""
 
 
-@dataclass(frozen=True)
-class StepAnswer:
+class StepAnswer(NamedTuple):
     step: Step
     sampled: list[SampledToken]
     input_details: list[InputDetails]
@@ -118,17 +118,23 @@ def decode_answer(step: Step, response: pb.StepResponse) -> StepAnswer:
 
 
 def _pack(values: AnySequence[int]) -> bytes:
-    return np.array(values, "<i4").tobytes()
+    return struct.pack(f"<{len(values)}i", *values)
 
 
 def _integers(column: bytes) -> list[int]:
-    values: list[int] = np.frombuffer(column, "<i4").tolist()
-    return values
+    return [*struct.unpack(f"<{_count(column)}i", column)]
 
 
 def _floats(column: bytes) -> list[float]:
-    values: list[float] = np.frombuffer(column, "<f4").tolist()
-    return values
+    return [*struct.unpack(f"<{_count(column)}f", column)]
+
+
+def _count(column: bytes) -> int:
+    """Return the number of values in a column. Raises ValueError if the last one is incomplete."""
+    count, rest = divmod(len(column), 4)
+    if rest:
+        raise ValueError("a column of the response ends within a value")
+    return count
 
 
 def _encode_row(work: WorkItem) -> pb.OpenRow:

@@ -10,7 +10,7 @@ from pathlib import Path
 import tokenizers
 
 from tgis.process.child import die_with
-from tgis.process.memory_release import return_freed_memory
+from tgis.process.memory.release import return_freed_memory
 from tgis.process.worker import answer_requests
 from tgis.router.errors import RequestError
 from tgis.router.text.tokenization import load_tokenizer

@@ -13,7 +13,7 @@ from tgis.shard.adapters.registry import LoadedAdapters, LoadedPrompt
 from tgis.shard.adapters.row_adapters import RowAdapters
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.runner.columns import RAGGED_COLUMNS, ROW, RaggedValues, read_column, read_row
-from tgis.shard.sampling.sampler import ROW_PARAMETERS, LogitBias, SamplingBatch, SeenTokens
+from tgis.shard.sampling.sampler import ROW_PARAMETERS, LogitBias, Modifiers, SamplingBatch, SeenTokens
 
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
@@ -47,6 +47,7 @@ class Traits:
     raw_details: Integers  # sorted indices in [n] of rows whose details are computed from unmodified logits
     bias: LogitBias | None  # None if no row has biases
     is_plain: bool  # True if all rows are greedy and no parameter changes their logits
+    modifiers: Modifiers
 
 
 class Layout(NamedTuple):
@@ -154,10 +155,9 @@ class RowTable:
         ended: Booleans = (traits.eos_token_ids == token_ids[:, None]).any(-1)
         ended |= lengths >= self.limit[rows]
         self.ended[rows] = ended
-        if not traits.is_plain:
+        if traits.modifiers.repetition_penalty:
             penalised = traits.params["repetition_penalty"] != 1
-            if penalised.any():
-                self.seen.add(rows[penalised], token_ids[penalised])
+            self.seen.add(rows[penalised], token_ids[penalised])
         return ended
 
     def label_rows(self, request: pb.StepRequest) -> list[str]:
@@ -190,6 +190,7 @@ class RowTable:
             must_end,
             traits.bias,
             traits.is_plain,
+            traits.modifiers,
         )
 
     def _find_traits(self, rows: Integers) -> Traits:
@@ -197,8 +198,9 @@ class RowTable:
         wanted = state[["logprobs", "ranks", "top_n"]]
         wants_details = wanted["logprobs"] | wanted["ranks"] | (wanted["top_n"] > 0)
         lists = {name: values.take(rows) for name, values in self.ragged.items()}
+        params = state[list(ROW_PARAMETERS.names or ())]
         return Traits(
-            state[list(ROW_PARAMETERS.names or ())],
+            params,
             lists["eos_token_ids"],
             state["prompt_len"],
             wanted,
@@ -206,6 +208,7 @@ class RowTable:
             (wants_details & state["raw"]).nonzero()[0],
             LogitBias.pack(lists["bias_token_ids"], lists["biases"], self.device),
             is_plain=bool(state["is_plain"].all()),
+            modifiers=Modifiers.of(params),
         )
 
 

@@ -51,6 +51,28 @@ class LogitBias(NamedTuple):
         return cls(*(torch.from_numpy(part).to(device) for part in parts)) if len(rows) else None
 
 
+class Modifiers(NamedTuple):
+    """Modifications of the logits that some row of a batch may need, so that the others cost nothing."""
+
+    watermark: bool = True
+    length_penalty: bool = True
+    repetition_penalty: bool = True
+    counted_penalties: bool = True
+    """True if a row has a presence or frequency penalty."""
+
+    @classmethod
+    def of(cls, params: npt.NDArray[np.void]) -> Self:
+        return cls(
+            bool((params["watermark_gamma"] > 0).any()),
+            bool((params["length_penalty_factor"] != 1).any()),
+            bool((params["repetition_penalty"] != 1).any()),
+            bool(((params["presence_penalty"] != 0) | (params["frequency_penalty"] != 0)).any()),
+        )
+
+
+_ANY_MODIFIERS = Modifiers()
+
+
 @dataclass(frozen=True)
 class SamplingBatch:
     """Inputs for sampling n tokens, other than the logits."""
@@ -65,6 +87,7 @@ class SamplingBatch:
     must_end: npt.NDArray[np.bool_] | np.bool_ = np.False_  # [n], the grammar allows only EOS
     bias: LogitBias | None = None
     is_plain: bool = False  # True if all rows are plain
+    modifiers: Modifiers = _ANY_MODIFIERS
 
 
 class SeenTokens:
@@ -131,6 +154,8 @@ def _add_bias(scores: Tensor, batch: SamplingBatch) -> None:
     """Add the logit bias, then the watermark."""
     if (bias := batch.bias) is not None:
         scores[bias.rows, bias.token_ids] += bias.biases
+    if not batch.modifiers.watermark:
+        return
     marked = (batch.params["watermark_gamma"] > 0).nonzero()[0]
     if len(marked):
         previous = batch.token_ids[batch.rows[marked], batch.positions[marked] - 1]
@@ -142,32 +167,45 @@ def _add_bias(scores: Tensor, batch: SamplingBatch) -> None:
 
 
 def _penalise(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> None:
-    params = batch.params
+    params, modifiers = batch.params, batch.modifiers
     early = (batch.num_generated < params["min_new_tokens"]) & ~batch.must_end
     if early.any():
-        scores[_eos_indices(batch, early, scores.shape[-1])] = -torch.inf
-    overdue = batch.num_generated - params["length_penalty_start"]
-    overdue[early | (overdue < 0) | (params["length_penalty_factor"] == 1)] = 0
-    if overdue.any():
-        _boost_eos(scores, batch, overdue)
-    repeating = (params["repetition_penalty"] != 1).nonzero()[0]
-    if len(repeating):
-        _penalise_repetition(scores, batch, repeating, seen)
-    counting = ((params["presence_penalty"] != 0) | (params["frequency_penalty"] != 0)).nonzero()[0]
-    if len(counting):
-        _penalise_generated(scores, batch, counting)
+        _ban_eos(scores, batch, early)
+    if modifiers.length_penalty:
+        overdue = batch.num_generated - params["length_penalty_start"]
+        overdue[early | (overdue < 0) | (params["length_penalty_factor"] == 1)] = 0
+        if overdue.any():
+            _boost_eos(scores, batch, overdue)
+    if modifiers.repetition_penalty:
+        repeating = (params["repetition_penalty"] != 1).nonzero()[0]
+        if len(repeating):
+            _penalise_repetition(scores, batch, repeating, seen)
+    if modifiers.counted_penalties:
+        counting = ((params["presence_penalty"] != 0) | (params["frequency_penalty"] != 0)).nonzero()[0]
+        if len(counting):
+            _penalise_generated(scores, batch, counting)
 
 
-def _eos_indices(
+def _ban_eos(scores: Tensor, batch: SamplingBatch, early: npt.NDArray[np.bool_]) -> None:
+    rows, token_ids = _find_eos(batch, early, scores.shape[-1])
+    if scores.is_cpu:  # torch's indexing takes several times as long for few values
+        scores.numpy()[rows, token_ids] = -np.inf
+    else:
+        scores[torch.from_numpy(rows), torch.from_numpy(token_ids).long()] = -torch.inf
+
+
+def _find_eos(
     batch: SamplingBatch, selected: npt.NDArray[np.bool_], vocab_size: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Return the indices [n] of the scores of the selected rows' end-of-sequence tokens."""
     ids = batch.eos_token_ids
     rows, columns = (selected[:, None] & (ids >= 0) & (ids < vocab_size)).nonzero()
-    return torch.from_numpy(rows), torch.from_numpy(ids[rows, columns]).long()
+    return rows, ids[rows, columns]
 
 
 def _boost_eos(scores: Tensor, batch: SamplingBatch, overdue: npt.NDArray[np.int64]) -> None:
-    index = _eos_indices(batch, overdue > 0, scores.shape[-1])
+    rows, token_ids = _find_eos(batch, overdue > 0, scores.shape[-1])
+    index = torch.from_numpy(rows), torch.from_numpy(token_ids).long()
     with np.errstate(over="ignore"):
         factor = batch.params["length_penalty_factor"].astype(np.float64) ** overdue
     growth = torch.from_numpy((np.minimum(factor, MAX_FACTOR) - 1).astype(np.float32))[index[0]]

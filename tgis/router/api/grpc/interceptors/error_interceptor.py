@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from tgis.log_limits import KIND
-from tgis.process.memory_release import MemoryRelease
+from tgis.process.memory.release import MemoryRelease
 from tgis.router.api.grpc.call_status import Context, Status, drop_tracebacks, end_call
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.slow_clients import SlowClients

@@ -17,7 +17,7 @@ from tgis.log_limits import KIND
 from tgis.net.http.answer import Answer
 from tgis.net.http.routes import PROBE_LIMITS, LimitedApp, RouteLimits
 from tgis.net.http.slow_readers import SlowReadError
-from tgis.process.memory_release import MemoryRelease
+from tgis.process.memory.release import MemoryRelease
 from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
 from tgis.router.api.http.answers.event_stream import BODY
 from tgis.router.api.http.call_context import NUM_BODY_BYTES, open_call, read_body, request_id

@@ -12,7 +12,7 @@ from tgis.net.http.routes import PROBE_LIMITS, LimitedApp, LimitedRoute, RouteLi
 from tgis.net.http.server import serve_http, serve_listener
 from tgis.net.ports import reserve
 from tgis.net.tls import Certificates
-from tgis.process.memory_release import MemoryRelease
+from tgis.process.memory.release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.api.http.serving.answer_accounts import AnswerAccounts

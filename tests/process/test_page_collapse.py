@@ -1,0 +1,59 @@
+"""Check that memory in use moves into huge pages, and that areas of which little is used do not grow."""
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+KIB = 8 << 10
+# Uses an area wholly and of another one page in every MiB. Prints the KiB of both that are in memory and in
+# huge pages, before and after. An area that is only read separates them.
+SCRIPT = """
+import ctypes, json, mmap
+from pathlib import Path
+from tgis.process.memory.page_collapse import collapse_pages
+
+def map_area(protection=mmap.PROT_READ | mmap.PROT_WRITE):
+    return mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=protection)
+
+areas = [map_area(mmap.PROT_READ), map_area(), map_area(mmap.PROT_READ), map_area(), map_area(mmap.PROT_READ)]
+for memory, step in ((areas[1], 1 << 12), (areas[3], 1 << 20)):
+    for start in range(0, 8 << 20, step):
+        memory[start : start + 1] = b"x"
+
+def look():
+    sizes = []
+    for memory in (areas[1], areas[3]):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            first, _, rest = line.partition(" ")
+            if "-" in first:
+                begin, end = (int(part, 16) for part in first.split("-"))
+            elif begin <= address < end and first in ("Rss:", "AnonHugePages:"):
+                sizes.append(int(rest.split()[0]))
+    return sizes
+
+before = look()
+collapse_pages()
+print(json.dumps([before, look()]))
+"""
+
+
+def can_collapse() -> bool:
+    """Return True if the system uses huge pages where they are requested, and only there."""
+    major, minor = (int(part) for part in platform.release().split(".")[:2])
+    return ENABLED.is_file() and "[madvise]" in ENABLED.read_text() and (major, minor) >= (6, 1)
+
+
+@pytest.mark.skipif(not can_collapse(), reason="huge pages only on request need Linux 6.1 and a setting")
+def test_used_memory_moves_into_huge_pages() -> None:
+    output = subprocess.check_output([sys.executable, "-c", SCRIPT], text=True)
+    (_, huge_before, sparse_before, _), (rss, huge, sparse, sparse_huge) = json.loads(output)
+    assert huge_before == 0
+    assert rss >= KIB
+    assert huge >= KIB - 2 * 2048  # the area need not begin at a huge page
+    assert (sparse, sparse_huge) == (sparse_before, 0)

@@ -1,0 +1,1 @@
+"""Memory of a process: its return to the system, and huge pages."""

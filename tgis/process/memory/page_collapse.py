@@ -1,0 +1,78 @@
+"""Moves the memory of a started process into huge pages.
+
+Between two tokens of a single stream, the shard reads all weights, which fill the caches and the tables of
+addresses of all cores. The interpreter then waits for memory at most of its steps, and for a translation of
+its address in pages of 4 KiB. Objects from the start, such as code and classes, are used most."""
+
+import ctypes
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+_MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it yet
+_LOWEST_PRIORITY = 19
+_AREA = re.compile(r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) rw.p \S+ \S+ 0 *(?P<name>.*)")
+_SIZE = re.compile(r"(?P<key>Size|Rss): +(?P<kib>\d+) kB")
+# Part of an area that must be in use, so that the process hardly grows. Stacks of threads use little of
+# theirs.
+_MIN_USED = 0.75
+
+_madvise: Callable[..., int] | None = getattr(ctypes.CDLL(None), "madvise", None)
+
+
+def collapse_soon() -> None:
+    """Collapse the process's pages on a background thread."""
+    threading.Thread(target=_collapse_at_lowest_priority, name="huge pages", daemon=True).start()
+
+
+def collapse_pages() -> None:
+    """Ask the system to move the memory that the process uses into huge pages, unless its administrator has
+    disabled them. Nothing happens on systems that cannot do that. This releases the GIL."""
+    size = _huge_page_size()
+    if _madvise is None or not size:
+        return
+    for begin, end in _list_used_areas():
+        begin = -(-begin // size) * size
+        end = end // size * size
+        if begin < end:
+            _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_COLLAPSE)
+
+
+def _collapse_at_lowest_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    collapse_pages()
+
+
+def _huge_page_size() -> int:
+    """Return the bytes of a huge page, or 0 if the system has none."""
+    try:
+        if "[never]" in (_SETTINGS / "enabled").read_text():
+            return 0
+        return int((_SETTINGS / "hpage_pmd_size").read_text())
+    except (OSError, ValueError) as error:
+        logger.debug("huge pages are not available: %s", error)
+        return 0
+
+
+def _list_used_areas() -> Iterator[tuple[int, int]]:
+    """Yield the beginning and end of each area of the process's own memory of which most is in use."""
+    area: tuple[int, int] | None = None
+    size = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := _AREA.fullmatch(line):
+            is_stack = found["name"] == "[stack]"
+            area = None if is_stack else (int(found["begin"], 16), int(found["end"], 16))
+        elif "-" in line.partition(" ")[0]:
+            area = None  # an area of a file, or one that is only read
+        elif area is not None and (found := _SIZE.match(line)):
+            kib = int(found["kib"])
+            if found["key"] == "Size":
+                size = kib
+            elif kib >= _MIN_USED * size:
+                yield area
