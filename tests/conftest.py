@@ -1,19 +1,11 @@
 """Fixtures that several folders of tests need."""
 
-import gc
-
 import pytest
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 
 from tests.support.wire_shapes import SHAPES, WIRE, buf
-
-
-def pytest_collection_finish() -> None:
-    """Exempt the collected tests and imported modules from garbage collection. With two million objects, each
-    `gc.collect()` of the code under test would take more than a second."""
-    gc.freeze()
 
 
 @pytest.fixture(scope="module", params=SHAPES)

@@ -8,11 +8,6 @@ from pathlib import Path
 import pytest
 
 TGIS = Path(__file__).parents[1] / "tgis"
-FILES = {
-    path: ast.parse(path.read_text())
-    for path in sorted(TGIS.rglob("*.py"))
-    if "pb" not in path.parts and not path.stem.endswith("_internals")
-}
 INTERNALS = {
     "net/http/uvicorn_internals.py": "uvicorn",
     "router/api/grpc/grpc_internals.py": "grpcio",
@@ -62,9 +57,14 @@ def private_uses(tree: ast.AST, own: set[str]) -> Iterator[str]:
 
 
 def test_no_other_file_uses_private_parts() -> None:
-    own = {name for tree in FILES.values() for name in defined_names(tree)} | OF_NAMED_TUPLES
-    assert len(FILES) > 500
-    uses = {str(path.relative_to(TGIS)): [*private_uses(tree, own)] for path, tree in FILES.items()}
+    files = {
+        path: ast.parse(path.read_text())
+        for path in sorted(TGIS.rglob("*.py"))
+        if "pb" not in path.parts and not path.stem.endswith("_internals")
+    }
+    own = {name for tree in files.values() for name in defined_names(tree)} | OF_NAMED_TUPLES
+    assert len(files) > 500
+    uses = {str(path.relative_to(TGIS)): [*private_uses(tree, own)] for path, tree in files.items()}
     assert {path: names for path, names in uses.items() if names} == {}
 
 

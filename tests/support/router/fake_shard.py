@@ -81,7 +81,9 @@ class FakeShard(ShardServiceServicer):
     def _model(self) -> ModelOfShard:
         info = self.info
         sizes = info.num_blocks, info.block_size, info.vocab_size, info.rope_switch_len, info.num_states
-        return ModelOfShard(*sizes)
+        model = ModelOfShard(*sizes)
+        model.check_contents = self.shelf.check_row
+        return model
 
     def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
         assert self.rank == 0, "one rank finds"
@@ -106,10 +108,11 @@ class FakeShard(ShardServiceServicer):
         return self.shelf.unload(request)
 
     def answer(self, connection: socket.socket) -> None:
-        """Answer the steps of one stream."""
+        """Answer the steps of one stream. The first stream has the model that the shard was created with: a
+        test may have changed it before the stream is accepted."""
+        if self.num_streams:
+            self.model = self._model()
         self.num_streams += 1
-        self.model = self._model()
-        self.model.check_contents = self.shelf.check_row
         frames = FrameReader()
         while data := _received(connection):
             for request in map(pb.StepRequest.FromString, frames.push(data)):
