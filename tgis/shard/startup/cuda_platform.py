@@ -125,9 +125,15 @@ def find_draft_sizes(draft: DraftShape, model: KernelSizes) -> KernelSizes:
     if draft.spec is not None:
         [cache_type] = model.cache_types
         own = find_sizes(draft.spec, 1, draft.layout, cache_type)
-    else:  # norms and activations that are not gated, which are checked with twice the size of gated ones
-        sizes = {"hidden_size": draft.width, "ffn_size": -(-draft.width // 2)}
-        own = replace(model, **sizes, states=None, experts=None, codes=_list_packed(draft.layout))
+    else:  # norms, and activations that are not gated, which are checked with twice the feed-forward size
+        own = replace(
+            model,
+            hidden_size=draft.width,
+            ffn_size=-(-draft.width // 2),
+            states=None,
+            experts=None,
+            codes=_list_packed(draft.layout),
+        )
     return replace(own, vocab_size=model.vocab_size, owner="the speculator's")
 
 

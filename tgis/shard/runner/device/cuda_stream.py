@@ -33,7 +33,7 @@ class CudaTimer:
         self._stop.record()
 
     def read_ns(self) -> int:
-        return round(1e6 * self._start.elapsed_time(self._stop))
+        return int(1e6 * self._start.elapsed_time(self._stop))
 
 
 class CudaStream:
