@@ -82,6 +82,7 @@ def test_the_check_at_the_start_compiles(kernel: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_costs_of_other_models_equal_the_table() -> None:
     _compare(*set(golden.MODELS) - set(QUICK))
 
