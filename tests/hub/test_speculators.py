@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tgis.hub.model_files import ModelNotFoundError
 from tgis.hub.speculators import find_eagle, find_speculator
 
 
@@ -30,3 +31,13 @@ def test_heads_are_named_by_architecture_or_type(config: dict[str, Any], kind: s
 
 def test_the_models_own_head_needs_no_files(tmp_path: Path) -> None:
     assert str(find_speculator("mtp", tmp_path)) == "mtp"
+
+
+def test_a_directory_without_a_configuration_is_no_speculator(tmp_path: Path) -> None:
+    directory = tmp_path / "heads"
+    directory.mkdir()
+    with pytest.raises(ModelNotFoundError) as error:
+        find_speculator(str(directory), tmp_path)
+    assert str(error.value) == f"speculator: {directory} has no config.json"
+    (directory / "config.json").write_text("{}")
+    assert find_speculator(str(directory), tmp_path) == directory

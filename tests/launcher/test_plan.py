@@ -258,6 +258,9 @@ def test_a_speculator_beside_the_model(config: LauncherConfig, tmp_path: Path) -
         make_plan(named)
     snapshot = tmp_path / "hub" / "models--org--heads" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
+    with pytest.raises(ModelNotFoundError, match=rf"^speculator: {snapshot} has no config\.json$"):
+        make_plan(named)
+    (snapshot / "config.json").write_text("{}")
     plan = make_plan(named)
     assert (plan.model_path, plan.speculator) == (Path(config.model_name), snapshot)
     assert make_plan(config).speculator is None

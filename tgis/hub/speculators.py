@@ -9,6 +9,7 @@ from tgis.hub import model_files
 from tgis.hub.cache import find_model_files
 from tgis.hub.model_files import ModelNotFoundError
 
+CONFIG = "config.json"
 BASE = "base_model_name_or_path"
 MTP = "mtp"  # name of the speculator that is part of the model's checkpoint
 # Architectures of the authors' heads, vLLM's and SGLang's, such as LlamaForCausalLMEagle3.
@@ -23,14 +24,17 @@ def find_speculator(name: str, cache: Path) -> Path:
     if name == MTP:
         return Path(MTP)
     try:
-        return find_model_files(name, None, cache).absolute()
+        directory = find_model_files(name, None, cache).absolute()
     except ModelNotFoundError as error:
         raise ModelNotFoundError(f"speculator: {name} is neither a directory nor in the hub cache") from error
+    if not (directory / CONFIG).is_file():
+        raise ModelNotFoundError(f"speculator: {directory} has no {CONFIG}")
+    return directory
 
 
 def is_speculator(directory: Path) -> bool:
     """Return True if the directory has a speculator instead of a model. Raises ModelNotFoundError."""
-    config = model_files.read_json(directory, "config.json")
+    config = model_files.read_json(directory, CONFIG)
     is_other = config.get("model_type") in ("mlp_speculator", "medusa") or "medusa_num_heads" in config
     return is_other or find_eagle(config) is not None
 
@@ -52,7 +56,7 @@ def find_base_name(directory: Path) -> str | None:
     directory has no speculator. Raises ModelNotFoundError."""
     if not is_speculator(directory):
         return None
-    name = model_files.read_json(directory, "config.json").get(BASE)
+    name = model_files.read_json(directory, CONFIG).get(BASE)
     if not isinstance(name, str) or not name:
         raise ModelNotFoundError(
             f"{directory} has a speculator, and its config.json has no {BASE}: name the model, and set "

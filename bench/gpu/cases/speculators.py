@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -55,3 +56,7 @@ def check(target: Target, kind: str) -> None:
     target.recorder.check(f"{kind}: drafts are right as on the CPU", router.num_right > 30, detail)
     paths = {response.path for response in router.responses}
     target.recorder.check(f"{kind}: drafts are verified in graphs", pb.STEP_PATH_GRAPH in paths)
+    times = [response.follow_ns / 1e3 for response in router.responses if response.follow_ns]
+    target.recorder.check(f"{kind}: the time of following is measured", bool(times))
+    if times:
+        target.recorder.figure(f"{kind}: following a step", median(times), "us", "median")

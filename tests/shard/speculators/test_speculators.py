@@ -1,6 +1,7 @@
 """Compares speculators with plain models of them over transformers' states, and checks that they change no
 output."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.shard.checkpoints import write_model
 from tests.support.shard.drafting import DraftingRouter, draft_on_rank
 from tests.support.shard.driver import Request, Router, configure
+from tests.support.shard.family_cases.all import CASES as FAMILIES
 from tests.support.shard.messages import Steps, integers, open_row
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import Copies, serve
@@ -38,7 +41,7 @@ from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.proposers.graph_stages import GraphStages
 from tgis.shard.runner.proposers.speculator import SpeculatorProposer
 from tgis.shard.speculators.interface import SpeculatorError
-from tgis.shard.startup.load import load
+from tgis.shard.startup.load import load, prepare
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +201,37 @@ def test_a_directory_without_weights_is_refused(base: Base, tmp_path: Path) -> N
     (directory / heads.file).unlink()
     with pytest.raises(SpeculatorError, match=r"there is no medusa_lm_head\.safetensors"):
         load(configure(base.directory, speculator=str(directory)))
+
+
+def test_a_directory_without_a_configuration_is_refused(base: Base, tmp_path: Path) -> None:
+    directory = MAKERS["mlp"](base).write(tmp_path / "speculator")
+    (directory / "config.json").unlink()
+    with pytest.raises(SpeculatorError) as error:
+        prepare(configure(base.directory, speculator=str(directory))).check_fit(ProcessGroup(0, 1))
+    assert str(error.value) == f"--speculator {directory}: the directory has no config.json"
+
+
+@pytest.mark.parametrize("kind", ["mlp", "medusa", "draft model", "mtp"])
+@pytest.mark.parametrize("served", ["transformers' code", "encoder-decoder"])
+def test_a_model_that_has_no_speculators_is_known_before_weights_are_read(
+    base: Base, kind: str, served: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    if served == "encoder-decoder":
+        write_model(directory, FAMILIES["t5"]())
+    else:
+        shutil.copytree(base.directory, directory)
+    name = "mtp"
+    if kind == "draft model":
+        name = str(base.directory)
+    elif kind != "mtp":
+        name = str(MAKERS[kind](base).write(tmp_path / "speculator"))
+    framework = "tgis_native" if served == "encoder-decoder" else "hf_transformers"
+    with pytest.raises(SpeculatorError) as error:
+        prepare(configure(directory, speculator=name, deployment_framework=framework))
+    text = str(error.value)
+    assert text.startswith(f"--speculator {name}: ")
+    assert text.endswith(" needs a decoder that the service's own engine runs")
 
 
 def test_a_damaged_file_is_refused(base: Base, tmp_path: Path) -> None:

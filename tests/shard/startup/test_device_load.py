@@ -1,5 +1,6 @@
 """Check a shard on a device, from its configuration to tokens, and the information it reports."""
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.support.cuda.graph_sizes import of_rows
 from tests.support.cuda.late_device import LateDevice
@@ -24,11 +26,12 @@ from tgis.shard.collectives import CPU, ProcessGroup
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.models.hf_transformers.arithmetic import DeviceArithmetic
 from tgis.shard.models.hf_transformers.load import make_spec
+from tgis.shard.quant.schemes import int8
 from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.server import log_failure
 from tgis.shard.startup import choose_platform, engine_choice
 from tgis.shard.startup import load as startup_load
-from tgis.shard.startup.cuda_platform import choose_graph_sizes, find_sizes
+from tgis.shard.startup.cuda_platform import choose_graph_sizes, find_draft_sizes, find_sizes
 from tgis.shard.startup.load import load, load_where_possible, prepare
 from tgis.shard.startup.platform import DeviceError
 
@@ -128,6 +131,48 @@ def test_arithmetic_of_cpus_on_a_gpu(
     assert not caplog.messages
     prepare(configure(model_path, cpu_arithmetic="bfloat16"))
     assert caplog.messages == ["--cpu-arithmetic has no effect: the model runs on a GPU"]
+
+
+def list_head_configs(model: dict[str, Any]) -> dict[str, tuple[dict[str, Any], int]]:
+    """Return config.json of speculators, and the width of their states."""
+    return {
+        "mlp": ({"model_type": "mlp_speculator", "inner_dim": 96}, 96),
+        "mlp of the model's width": ({"model_type": "mlp_speculator", "inner_dim": 0}, 32),
+        "medusa": ({"medusa_num_heads": 3}, 32),
+        "eagle": ({**model, "architectures": ["LlamaForCausalLMEagle"], "head_dim": 24}, 32),
+        "eagle3": ({**model, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}, 32),
+        "draft model": ({**model, "hidden_size": 48, "head_dim": 16}, 48),
+    }
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_gpu_s_kernels_are_checked_at_the_sizes_of_speculators(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantize: str | None
+) -> None:
+    on, made = late_platform(LateDevice()), []
+    monkeypatch.setattr(choose_platform, "find_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(choose_platform, "make_platform", lambda *given: made.append(given[-1]) or on)
+    prepare(configure(model_path, quantize=quantize))
+    assert made == [None]
+    kept = None if quantize is None else int8.LAYOUT
+    for kind, (settings, width) in list_head_configs(read_config(model_path)).items():
+        heads = tmp_path / kind
+        heads.mkdir()
+        (heads / "config.json").write_text(json.dumps(settings))
+        save_file({"norm.weight": torch.ones(1)}, heads / "model.safetensors")
+        plan = prepare(configure(model_path, speculator=str(heads), quantize=quantize))
+        shape = made[-1]
+        model = find_sizes(plan.choice.spec, 1, layout=kept, cache_type=torch.float8_e4m3fn)
+        sizes = find_draft_sizes(shape, model)
+        assert (shape.width, sizes.hidden_size, sizes.owner) == (width, width, "the speculator's")
+        assert (sizes.vocab_size, sizes.cache_types) == (model.vocab_size, model.cache_types)
+        assert sizes.codes == (() if kept is None or kind == "draft model" else (kept,))
+        if "head_dim" in settings:
+            assert sizes.head_dim == settings["head_dim"]
+            assert sizes.num_heads == settings["num_attention_heads"]
+            assert sizes.ffn_size == settings["intermediate_size"]
+        else:
+            assert (sizes.head_dim, sizes.ffn_size) == (model.head_dim, width // 2)
 
 
 TRANSFORMERS = {"deployment_framework": "hf_transformers"}

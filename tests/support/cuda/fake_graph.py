@@ -20,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tests.support.cuda.late_device import LateTimer
+
 aten = torch.ops.aten
 
 # Tags of operators whose result or its shape depends on values, or on the state of an RNG.
@@ -122,6 +124,9 @@ class FakeStream:
 
     def wait(self) -> None:
         """Return immediately, because all work is done."""
+
+    def start_timer(self) -> LateTimer:
+        return LateTimer()
 
     def capture(self, work: Callable[[], None]) -> FakeGraph:
         return self.graphs.capture(work)

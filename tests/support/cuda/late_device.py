@@ -4,6 +4,7 @@ Results differ from those of a prompt device if work reads memory that the host 
 earlier step still needs, or if the host reads answers too early."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -38,6 +39,9 @@ class LateDevice:
         with self._lock:
             return LateEvent(self, self._num_queued)
 
+    def start_timer(self) -> "LateTimer":
+        return LateTimer()
+
     def capture(self, work: Callable[[], None]) -> "LateGraph":
         self.finish()
         work()
@@ -60,6 +64,20 @@ class LateEvent:
 
     def wait(self) -> None:
         self._device.reach(self._count)
+
+
+class LateTimer:
+    """Timer of operators that are not queued as work: the CPU computes them when they are called."""
+
+    def __init__(self) -> None:
+        self._ns = -time.perf_counter_ns()
+
+    def stop(self) -> None:
+        self._ns += time.perf_counter_ns()
+
+    def read_ns(self) -> int:
+        assert self._ns > 0, "the timer was stopped"
+        return self._ns
 
 
 class LateGraph:

@@ -94,13 +94,18 @@ def make_spec(config: Config) -> None:
     """Return None: it has no layers with a cache."""
 
 
+def find_inner_dim(config: Config, width: int) -> int:
+    """Return the width of a stage's state, given that of the model's. Raises ConfigurationError."""
+    return count(config, "inner_dim", 0) or width
+
+
 def build(config: Config, parts: Parts, model: SpeculativeModel) -> MLPSpeculator:
     """Build the speculator for a model. Raises UnsupportedModelError and WeightsError."""
     width = model.prompt_width
     for key, expected in (("vocab_size", model.spec.vocab_size), ("emb_dim", width)):
         if (actual := integer(config, key)) != expected:
             raise ConfigurationError(f"{key} {actual} differs from the model's {expected}")
-    inner_dim = count(config, "inner_dim", 0) or width
+    inner_dim = find_inner_dim(config, width)
     vocab_size = model.spec.vocab_size
     stages: list[Stage] = []
     for i in range(integer(config, "n_predict")):

@@ -3,12 +3,13 @@
 import logging
 import re
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
 from tgis.hub.model_files import ModelNotFoundError, read_json
-from tgis.hub.speculators import MTP
+from tgis.hub.speculators import CONFIG, MTP
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.files import Checkpoint
 from tgis.shard.checkpoint.opening import count_elements, open_checkpoint
 from tgis.shard.checkpoint.tensors import WeightsError
@@ -71,7 +72,7 @@ def load_speculator(
         if name == MTP:
             return _load_mtp(model, served, dtype)
         directory = Path(name)
-        config = read_json(directory, "config.json")
+        config = _read_config(directory)
         kind = _find_kind(directory, config)
         decoder = _check_model(model, draft_model.NAME if kind is None else kind.NAME)
         if kind is None:
@@ -81,11 +82,35 @@ def load_speculator(
         raise SpeculatorError(f"--speculator {name}: {error}") from error
 
 
+def check_served(name: str, spec: ModelSpec) -> None:
+    """Raise SpeculatorError if speculators cannot be used with a model of this specification. Only
+    configurations are read, no weights."""
+    if isinstance(spec, DecoderSpec):
+        return
+    try:
+        _refuse_model(_name_kind(name))
+    except (ModelNotFoundError, UnsupportedModelError, WeightsError) as error:
+        raise SpeculatorError(f"--speculator {name}: {error}") from error
+
+
+def _name_kind(name: str) -> str:
+    """Return the name of a speculator's kind. Raises UnsupportedModelError, ModelNotFoundError and
+    WeightsError."""
+    if name == MTP:
+        return mtp.NAME
+    kind = _find_kind(Path(name), _read_config(Path(name)))
+    return draft_model.NAME if kind is None else kind.NAME
+
+
 def _check_model(model: Model, name: str) -> SpeculativeModel:
     """Raise UnsupportedModelError if speculators of that name cannot be used with a model."""
     if not isinstance(model, SpeculativeModel):
-        raise UnsupportedModelError(f"{name} needs a decoder that the service's own engine runs")
+        _refuse_model(name)
     return model
+
+
+def _refuse_model(name: str) -> NoReturn:
+    raise UnsupportedModelError(f"{name} needs a decoder that the service's own engine runs")
 
 
 def _load_mtp(model: Model, served: Served, dtype: torch.dtype) -> DraftHead:
@@ -103,7 +128,7 @@ def count_bytes(name: str, itemsize: int, scheme: Scheme = UNQUANTIZED) -> int:
         return 0
     directory = Path(name)
     try:
-        config = read_json(directory, "config.json")
+        config = _read_config(directory)
         kind = _find_kind(directory, config)
         if kind is not None:
             return _count_head_bytes(Checkpoint(directory, kind.FILES), kind.UNROUNDED, itemsize, scheme)
@@ -161,7 +186,7 @@ def find_cache(name: str, spec: ModelSpec) -> DraftCache | None:
                 return None
             return DraftCache(mtp.make_spec(spec), spec.hidden_size)
         directory = Path(name)
-        config = read_json(directory, "config.json")
+        config = _read_config(directory)
         if (kind := _find_kind(directory, config)) is not None:
             head = kind.make_spec(config)
             return None if head is None else DraftCache(head, head.hidden_size)
@@ -169,6 +194,51 @@ def find_cache(name: str, spec: ModelSpec) -> DraftCache | None:
         return DraftCache(draft, 0) if isinstance(draft, DecoderSpec) else None
     except (ModelNotFoundError, UnsupportedModelError, WeightsError) as error:
         raise SpeculatorError(f"--speculator {name}: {error}") from error
+
+
+class DraftShape(NamedTuple):
+    """Sizes of a speculator, which are known before its weights are read."""
+
+    spec: DecoderSpec | None  # of its layers; None: it has none
+    width: int  # of the states that it computes
+    layout: CodeLayout | None  # of its weights, if they are kept as codes
+
+
+def find_shape(
+    name: str, directory: Path, config: Config, spec: DecoderSpec, layout: CodeLayout | None
+) -> DraftShape:
+    """Return the shape of the speculator of that name for the model in `directory` with this config.json and
+    specification. `layout` is that of the codes of heads with a checkpoint of their own. Raises
+    SpeculatorError."""
+    try:
+        if name == MTP:
+            return DraftShape(mtp.make_spec(spec), spec.hidden_size, _find_layout(config, directory))
+        own = _read_config(Path(name))
+        kind = _find_kind(Path(name), own)
+        if kind is None:
+            draft = models.make_spec(own)
+            if isinstance(draft, DecoderSpec):
+                return DraftShape(draft, draft.hidden_size, _find_layout(own, Path(name)))
+            return DraftShape(None, spec.hidden_size, None)  # it is refused when it is loaded
+        head = kind.make_spec(own)
+        if head is not None:
+            return DraftShape(head, head.hidden_size, layout)
+        width = mlp.find_inner_dim(own, spec.hidden_size) if kind is mlp else spec.hidden_size
+        return DraftShape(None, width, layout)
+    except (ModelNotFoundError, UnsupportedModelError, WeightsError) as error:
+        raise SpeculatorError(f"--speculator {name}: {error}") from error
+
+
+def _find_layout(config: Config, directory: Path) -> CodeLayout | None:
+    format = find_format(config, directory)
+    return None if format is None else format.layout
+
+
+def _read_config(directory: Path) -> Config:
+    """Read the config.json of a speculator. Raises ModelNotFoundError."""
+    if not (directory / CONFIG).is_file():
+        raise ModelNotFoundError(f"the directory has no {CONFIG}")
+    return read_json(directory, CONFIG)
 
 
 def _find_kind(directory: Path, config: Config) -> SpeculatorKind | None:

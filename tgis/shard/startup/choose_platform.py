@@ -9,6 +9,7 @@ from tgis.process.gpus import has_gpus
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.collectives import CPU
 from tgis.shard.models.interface import ModelSpec
+from tgis.shard.speculators.registry import DraftShape
 from tgis.shard.startup.platform import DeviceError, Platform
 
 logger = logging.getLogger(__name__)
@@ -73,19 +74,21 @@ def make_platform(
     multiplies_codes: bool = False,
     layout: CodeLayout | None = None,
     cache_type: torch.dtype | None = None,
+    draft: DraftShape | None = None,
 ) -> Platform:
     """Return the platform of a device. Compiled code is stored in `kernel_cache` if there is no better
     directory. The process may use `memory_fraction` of a GPU's memory. A GPU's kernels are checked for
     weights of `dtype` (None: the 16-bit types), for codes of `layout`, for a cache of `cache_type` (None: the
-    weights' type), and for a rank's share of the model `spec`. A CPU's matrix products use `cpu_arithmetic`;
-    products with codes round activations if `rounds_activations` is set, and AMX is used if it is available
-    and `may_use_amx` is set, in int8 products if the model `multiplies_int8`, and in products with other
-    codes if it `multiplies_codes`. Raises DeviceError."""
+    weights' type), for a rank's share of the model `spec`, and for a speculator of the shape `draft`. A CPU's
+    matrix products use `cpu_arithmetic`; products with codes round activations if `rounds_activations` is
+    set, and AMX is used if it is available and `may_use_amx` is set, in int8 products if the model
+    `multiplies_int8`, and in products with other codes if it `multiplies_codes`. Raises DeviceError."""
     if device.type == "cuda":
         from tgis.shard.startup.cuda_platform import on_cuda
 
         assert spec is not None, "GPU kernels are compiled for a model"
-        return on_cuda(device, kernel_cache, memory_fraction, dtype, spec, num_ranks, layout, cache_type)
+        weights = dtype, spec, num_ranks, layout, cache_type, draft
+        return on_cuda(device, kernel_cache, memory_fraction, *weights)
     from tgis.shard.startup.cpu_platform import on_cpu
 
     multiplies = (multiplies_int8, multiplies_codes)

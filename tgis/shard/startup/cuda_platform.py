@@ -29,6 +29,7 @@ from tgis.shard.runner.device.drafts.build import DeviceSpeculator, DraftPages
 from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.speculators.registry import DraftShape
 from tgis.shard.startup.platform import DeviceError, DraftParts, KernelCompiler, Platform, RunnerParts
 from tgis.shard.startup.ranks.capture_probe import find_rank_obstacle
 
@@ -44,15 +45,18 @@ def on_cuda(
     num_ranks: int,
     layout: CodeLayout | None = None,
     cache_type: torch.dtype | None = None,
+    draft: DraftShape | None = None,
 ) -> Platform:
     """Return the platform of a GPU for a rank's share of a model, whose weights may have codes of this
-    `layout`, and whose cache may have a type of its own. The GPU becomes torch's current device. Raises
-    DeviceError."""
+    `layout`, whose cache may have a type of its own, and which may have a speculator of the shape `draft`.
+    The GPU becomes torch's current device. Raises DeviceError."""
     memory = _open(device, memory_fraction)
     use_cache(kernel_cache)
     configure_products()
     dtypes = DTYPES if dtype is None else (dtype,)
-    implementations = choose_implementations(device, dtypes, find_sizes(spec, num_ranks, layout, cache_type))
+    sizes = find_sizes(spec, num_ranks, layout, cache_type)
+    draft_sizes = None if draft is None else find_draft_sizes(draft, sizes)
+    implementations = choose_implementations(device, dtypes, sizes, draft_sizes)
     stream = CudaStream(device)
     return Platform(
         device=device,
@@ -83,7 +87,7 @@ def find_sizes(
     cache_type: torch.dtype | None = None,
 ) -> KernelSizes:
     """Return the sizes and types for which a rank's kernels are compiled."""
-    codes = () if layout is None or not can_pack(layout) else (layout,)
+    codes = _list_packed(layout)
     layers = spec.decoder if isinstance(spec, EncoderDecoderSpec) else spec
     if isinstance(layers, WholeModelSpec):  # torch computes everything but attention and sampling
         return replace(
@@ -113,6 +117,29 @@ def find_sizes(
         codes=codes,
         cache_types=(cache_type,),
     )
+
+
+def find_draft_sizes(draft: DraftShape, model: KernelSizes) -> KernelSizes:
+    """Return the sizes for which the kernels of a speculator are compiled, which is whole on every rank.
+    Sampling has the model's vocabulary, and the cache the model's type."""
+    if draft.spec is not None:
+        [cache_type] = model.cache_types
+        own = find_sizes(draft.spec, 1, draft.layout, cache_type)
+    else:  # norms, and activations that are not gated, which are checked with twice the feed-forward size
+        own = replace(
+            model,
+            hidden_size=draft.width,
+            ffn_size=-(-draft.width // 2),
+            states=None,
+            experts=None,
+            codes=_list_packed(draft.layout),
+        )
+    return replace(own, vocab_size=model.vocab_size, owner="the speculator's")
+
+
+def _list_packed(layout: CodeLayout | None) -> tuple[CodeLayout, ...]:
+    """Return the layout if weights are kept in it."""
+    return () if layout is None or not can_pack(layout) else (layout,)
 
 
 def _find_experts(layers: LayerSpec, num_ranks: int) -> ExpertSizes | None:

@@ -30,6 +30,7 @@ from tgis.shard.memory.state_cache import StateCache
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.rope_option import read_rope_option
+from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
@@ -45,9 +46,12 @@ from tgis.shard.speculators.interface import Served, Speculator, SpeculatorError
 from tgis.shard.speculators.registry import (
     AnySpeculator,
     DraftCache,
+    DraftShape,
+    check_served,
     count_bytes,
     describe,
     find_cache,
+    find_shape,
     load_speculator,
 )
 from tgis.shard.startup import choose_platform, engine_choice, memory_plan
@@ -125,12 +129,15 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
         read_rope_option(config),
     )
     quantize_check.check_engine(config, choice)
+    if config.speculator is not None:
+        check_served(config.speculator, choice.spec)
     device = _find_device(config, choice) if on is None else on.device
     dtype_name = _choose_dtype(config.dtype, settings, choice, device)
     layout = quantize_check.find_layout(config, settings)
     has_codes = layout is not None
     config = replace(config, cpu_arithmetic=_choose_arithmetic(config, choice, device, dtype_name, has_codes))
-    on = on or _make_platform(config, choice, device, layout)
+    draft = _find_draft_shape(config, settings, choice, layout)
+    on = on or _make_platform(config, choice, device, layout, draft)
     if config.kv_cache_memory_fraction is not None:
         on = replace(on, cache_fraction=config.kv_cache_memory_fraction)
     quantize_check.check_platform(config.quantize, on)
@@ -535,10 +542,26 @@ def _choose_arithmetic(
     return "bfloat16"
 
 
+def _find_draft_shape(
+    config: ShardConfig, settings: Mapping[str, Any], choice: Choice, layout: CodeLayout | None
+) -> DraftShape | None:
+    """Return the shape of the model's speculator, if it has one. `layout` is that of the model's codes."""
+    if config.speculator is None:
+        return None
+    assert isinstance(choice.spec, DecoderSpec), "others have no speculators"
+    served = Path(config.model_path), settings, choice.spec
+    return find_shape(config.speculator, *served, None if layout is None else int8.LAYOUT)
+
+
 def _make_platform(
-    config: ShardConfig, choice: Choice, device: torch.device, layout: CodeLayout | None
+    config: ShardConfig,
+    choice: Choice,
+    device: torch.device,
+    layout: CodeLayout | None,
+    draft: DraftShape | None,
 ) -> Platform:
-    """Return the platform for weights with this layout of codes; None: they have no codes."""
+    """Return the platform for weights with this layout of codes, or None if they have no codes, and for a
+    speculator."""
     if device.type == "cpu" and config.rank == 0:
         for name in ("cuda_graphs", "cuda_memory_fraction"):
             if getattr(config, name) is not None:
@@ -570,6 +593,7 @@ def _make_platform(
         multiplies_codes,
         layout,
         find_float8(config.kv_cache_dtype),
+        draft,
     )
 
 

@@ -1,5 +1,5 @@
-"""Speculators on an emulated device together with a cache of 8-bit floats, weights of codes, adapters on two
-ranks, and transformers' code."""
+"""Speculators on an emulated device together with a cache of 8-bit floats, weights of codes, and adapters on
+two ranks."""
 
 import shutil
 from pathlib import Path
@@ -34,7 +34,6 @@ from tgis.shard.kernels.cuda.attention import CudaAttention
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.proposers.draft_head import DraftHeadProposer
 from tgis.shard.runner.proposers.draft_model import DraftModelProposer
-from tgis.shard.speculators.interface import SpeculatorError
 from tgis.shard.startup.cache_type import FLOAT8
 from tgis.shard.startup.load import load
 
@@ -122,13 +121,6 @@ def test_weights_of_codes(base: Base, kind: str, quantize: str, tmp_path: Path) 
     else:
         router = check_outputs(runner, expected, tolerance=2e-4)
     assert router.num_right > 5
-
-
-@pytest.mark.parametrize("kind", ["mlp", "draft_model"])
-def test_transformers_code_has_no_speculators(base: Base, kind: str, tmp_path: Path) -> None:
-    speculator = make_speculator(kind, base, tmp_path / "speculator")
-    with pytest.raises(SpeculatorError, match=r"needs a decoder that the service's own engine runs$"):
-        load_runner(base.directory, speculator=str(speculator), deployment_framework="hf_transformers")
 
 
 def draft_on_rank(

@@ -1,8 +1,11 @@
 """Compares speculators on an emulated device with plain models of them, and outputs with those of the CPU
 without a speculator."""
 
+import logging
 import random
+import re
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +28,7 @@ from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.eagle3_heads import make_eagle3
 from tests.support.shard.eagle_heads import make_eagle
 from tests.support.shard.family_cases.all import CASES as FAMILIES
+from tests.support.shard.messages import Steps, open_row
 from tests.support.shard.mtp_heads import write_mtp
 from tests.support.shard.pipelined import PipelinedService
 from tests.support.shard.portable import plain
@@ -43,13 +47,17 @@ from tests.support.shard.speculators import make_medusa, make_mlp
 from tests.support.shard.tuned import Tuned
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.lora_files import read_adapter_files
+from tgis.router.scheduling.proposers.shard_drafts import ShardDrafts
 from tgis.router.scheduling.step import Drafts
 from tgis.router.sequence import Sequence as Row
+from tgis.router.shards.codec import decode_answer
 from tgis.shard.collectives import CPU, ProcessGroup
+from tgis.shard.kernels.cuda.step_state import MAX_TOPS
 from tgis.shard.runner.device.drafts.captured_speculator import CapturedSpeculator
 from tgis.shard.runner.device.drafts.proposal_graphs import ProposalGraphs, Propose
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.interface import Pending
+from tgis.shard.runner.proposer import FollowedWork, TakeStates
 from tgis.shard.speculators.interface import SpeculatorError
 from tgis.shard.startup.load import load, prepare
 
@@ -252,6 +260,69 @@ def test_steps_that_overlap(base: Base, kind: str, name: str, tmp_path: Path) ->
     if isinstance(recorder._proposer, CapturedSpeculator):
         return  # the plain model knows the states of other texts
     speculating.check([each for each in recorder.proposed if each[1]])
+
+
+FOLLOW_S = 0.004
+
+
+@pytest.fixture
+def slow_runner(base: Base, tmp_path: Path) -> DeviceModelRunner:
+    """Runner with a speculator that follows each step for at least `FOLLOW_S`."""
+    runner = load_runner(base, make("mlp", base, tmp_path).path, cuda_graphs="8")
+    runner.reset()
+    assert runner._followed is not None
+    proposer: Any = runner._followed._speculator
+    follow = proposer.follow
+
+    def follow_slowly(work: FollowedWork, take: TakeStates) -> None:
+        time.sleep(FOLLOW_S)
+        follow(work, take)
+
+    proposer.follow = follow_slowly
+    return runner
+
+
+@pytest.mark.parametrize("is_sampled_by_host", [False, True])
+def test_the_time_of_following_is_reported(slow_runner: DeviceModelRunner, is_sampled_by_host: bool) -> None:
+    """Check that a step reports the time of following the earlier steps whose answers are applied before it,
+    unless they have prompts."""
+    runner = slow_runner
+    steps = Steps(runner.info.block_size, runner.info.num_blocks)
+    details = {"top_n": MAX_TOPS + 1} if is_sampled_by_host else {}
+    row = open_row(0, [5, 6, 7], max_new_tokens=20, **details)
+    launched = [runner.launch(steps.step([(0, 0, 3)], [row]))]
+    launched += [runner.launch(steps.step([(0, end, end + 1)])) for end in range(3, 9)]
+    responses = [pending.answer() for pending in launched]
+    depth = 0 if is_sampled_by_host else runner.max_pending - 1
+    are_timed = [i > 1 + depth for i in range(len(responses))]
+    assert [response.follow_ns > 0 for response in responses] == are_timed
+    for response in responses:
+        assert not response.follow_ns or 1e9 * FOLLOW_S <= response.follow_ns <= response.forward_ns
+
+
+@dataclass
+class LearningService(PipelinedService):
+    """Service whose proposer learns from the answers, like the engine's."""
+
+    def _receive(self) -> None:
+        step, pending = self.pending[0]
+        answer = decode_answer(step, pending.answer())
+        assert isinstance(self.proposer, ShardDrafts)
+        self.proposer.observe(step, answer.drafts, answer.forward_s, answer.follow_s)
+        super()._receive()
+
+
+def test_trials_know_the_cost_of_following(
+    slow_runner: DeviceModelRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    proposer = ShardDrafts(slow_runner.info.max_drafts, lambda _: FOLLOW_S)
+    service = LearningService(slow_runner, 60, 0, 0, seed=2, proposer=proposer)
+    service.run_all([greedy(draw_ids(seed, 5), 40) for seed in range(4)])
+    [text] = [message for message in caplog.messages if message.startswith("drafts of the speculator")]
+    assert text.startswith("drafts of the speculator do not pay")
+    [taken] = re.findall(r"of which the speculator takes ([0-9.]+) ms", text)
+    assert float(taken) >= 0.9e3 * FOLLOW_S
 
 
 @pytest.mark.slow

@@ -118,8 +118,7 @@ def _turn_and_keep(
     if part < NUM_Q:
         head = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         out = queries + token * (NUM_HEADS * HEAD_DIM)
-        norm = q_weight, eps, 1.0
-        _turn(q, out, HEAD_DIM, head, NUM_HEADS, angles, token, *norm, HEAD_DIM, HALF, None)
+        _turn(q, out, HEAD_DIM, head, NUM_HEADS, angles, token, q_weight, eps, 1.0, HEAD_DIM, HALF, None)
     else:
         slot = tl.load(slot_mapping + token)
         page = slot // BLOCK_SIZE * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + slot % BLOCK_SIZE * HEAD_DIM
@@ -127,13 +126,14 @@ def _turn_and_keep(
         k = q + NUM_HEADS * HEAD_DIM
         if part < NUM_Q + NUM_KV:
             head = (part - NUM_Q) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-            norm = k_weight, eps, key_factor
-            _turn(k, keys + page, STRIDE, head, NUM_KV_HEADS, angles, token, *norm, HEAD_DIM, HALF, FLOAT8)
+            # A variable has the same type in both branches, even if nothing reads it after them.
+            of_key = k_weight, eps, key_factor
+            _turn(k, keys + page, STRIDE, head, NUM_KV_HEADS, angles, token, *of_key, HEAD_DIM, HALF, FLOAT8)
         else:
             head = (part - NUM_Q - NUM_KV) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
             v = k + NUM_KV_HEADS * HEAD_DIM
-            norm = None, eps, value_factor
-            _turn(v, values + page, STRIDE, head, NUM_KV_HEADS, None, token, *norm, HEAD_DIM, 0, FLOAT8)
+            of_value = None, eps, value_factor
+            _turn(v, values + page, STRIDE, head, NUM_KV_HEADS, None, token, *of_value, HEAD_DIM, 0, FLOAT8)
 
 
 @triton.jit

@@ -21,6 +21,21 @@ class CudaEvent:
         self._event.synchronize()
 
 
+class CudaTimer:
+    def __init__(self) -> None:
+        self._start, self._stop = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        self._start.record()
+
+    def stop(self) -> None:
+        self._stop.record()
+
+    def read_ns(self) -> int:
+        return int(1e6 * self._start.elapsed_time(self._stop))
+
+
 class CudaStream:
     """`DeviceStream` of a GPU: torch's current stream in the calling thread."""
 
@@ -38,6 +53,9 @@ class CudaStream:
 
     def record(self) -> CudaEvent:
         return CudaEvent()
+
+    def start_timer(self) -> CudaTimer:
+        return CudaTimer()
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if not self._graphs:  # torch frees a pool with its last graph, and cannot use it again

@@ -31,7 +31,7 @@ from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
 from tgis.shard.runner.device.masks import MaskUploads
 from tgis.shard.runner.device.pending_step import Clock, PendingStep
 from tgis.shard.runner.device.step_packer import NO_WORDS, StagedArrays, StagedSize, StepPacker
-from tgis.shard.runner.device.stream import DeviceStream
+from tgis.shard.runner.device.stream import DeviceStream, StreamTimer
 from tgis.shard.runner.device.uploads import NUM_SLOTS, PinnedRing, Uploads, Words, copy_numbers
 from tgis.shard.runner.forward import Outputs
 from tgis.shard.runner.graph_sizes import GraphSize
@@ -159,9 +159,11 @@ class DeviceModelRunner:
         self._save_states(request)
         response.path = host_path or step.path
         if not host_path:
-            began_ns = began if request.max_drafts else None
-            return self._queue_rest(work, step, draft_masks, response, followed, began_ns)
+            return self._queue_rest(
+                work, step, draft_masks, response, followed, began, bool(request.max_drafts)
+            )
         self._sampler.answer(work, step.adapters, self._wait_for_outputs(step), response)
+        response.follow_ns = sum(timer.read_ns() for timer in self._take_timers())
         self._follow(followed)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
@@ -337,9 +339,11 @@ class DeviceModelRunner:
         draft_masks: DraftMasks | None,
         response: pb.StepResponse,
         followed: FollowedStep | None,
-        began_ns: int | None,
+        launched_ns: int,
+        has_proposed: bool,
     ) -> PendingStep:
-        """Queue a step's sampling and the copy of its answers."""
+        """Queue a step's sampling and the copy of its answers. The step was launched at `launched_ns`, which
+        is when it began if the speculator worked for it."""
         sampled = self._table.name_sampled(work)
         slot = self._answer_slots.take(len(step.answers) * 2)
         inputs = self._inputs.queue(work.input_spans, step.outputs, step.adapters)
@@ -354,8 +358,10 @@ class DeviceModelRunner:
         event = slot.last_use = self._stream.record()
         self._table.plan_tokens(sampled.first_rows)
         copied = step.sampled_at, slot, event, self._clock, details
+        timers = self._take_timers()
+        began_ns = launched_ns if timers or has_proposed else None
         pending = PendingStep(
-            response, self._is_answering, sampled, *copied, followed, work.num_proposed, began_ns
+            response, self._is_answering, sampled, *copied, followed, work.num_proposed, began_ns, timers
         )
         self._launched.append(pending)
         return pending
@@ -485,6 +491,9 @@ class DeviceModelRunner:
     def _follow(self, step: FollowedStep | None) -> None:
         if self._followed is not None and step is not None:
             self._followed.follow(step)
+
+    def _take_timers(self) -> list[StreamTimer]:
+        return [] if self._followed is None else self._followed.take_timers()
 
     def _make_parts(self, size: GraphSize) -> StepParts:
         return self._fixed.make_parts(size, self._uploads)

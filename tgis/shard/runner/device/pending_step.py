@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from tgis.shard.runner import step_response
 from tgis.shard.runner.device.details.copies import PendingDetails
 from tgis.shard.runner.device.device_table import SampledRows
 from tgis.shard.runner.device.drafts.followed_steps import FollowedStep
-from tgis.shard.runner.device.stream import Event
+from tgis.shard.runner.device.stream import Event, StreamTimer
 from tgis.shard.runner.device.uploads import PinnedSlot, Words
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Problem, SampledTokens, report_problem
@@ -44,10 +44,12 @@ class PendingStep:
         followed: FollowedStep | None = None,
         num_proposed: Mapping[int, int] = {},
         began_ns: int | None = None,
+        timers: Sequence[StreamTimer] = (),
     ):
         """Create a step whose rows have their answers at the indices `at` [num_sampled]. `details` are those
         that the response reports. `followed` has the work that a speculator follows, and `num_proposed` the
-        number of drafts that the shard proposed, by row. The step began at `began_ns`, by default now."""
+        number of drafts that the shard proposed, by row. The step began at `began_ns`, by default now.
+        `timers` measure the work by which a speculator followed earlier steps while this one was launched."""
         self.sampled = sampled
         self.followed = followed
         self._num_proposed = num_proposed
@@ -59,6 +61,7 @@ class PendingStep:
         self._clock = clock
         self._details = details
         self._began_ns = time.perf_counter_ns() if began_ns is None else began_ns
+        self._timers = timers
         self._lock = threading.Lock()
         self._answers: Words | None = None
 
@@ -91,6 +94,7 @@ class PendingStep:
         now = time.perf_counter_ns()
         self._response.forward_ns = now - max(self._began_ns, self._clock.last_ns)
         self._clock.last_ns = now
+        self._response.follow_ns = sum(timer.read_ns() for timer in self._timers)
 
     def _write(self, answers: Words) -> None:
         if self._details is not None:

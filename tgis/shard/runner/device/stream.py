@@ -15,6 +15,14 @@ class Event(Protocol):
         """Wait until all work queued before the event is done. Other Python threads can run."""
 
 
+class StreamTimer(Protocol):
+    """Measures how long a stream computes the work that is queued while the timer runs."""
+
+    def stop(self) -> None: ...
+    def read_ns(self) -> int:
+        """Return the time from the start to the stop, which the device must have reached."""
+
+
 class Graph(Protocol):
     """Captured work. A replay uses the addresses and scalar arguments of the capture."""
 
@@ -36,6 +44,7 @@ class DeviceStream(Protocol):
         """Return host memory, int32 [num_words], that queued copies can read and write."""
 
     def record(self) -> Event: ...
+    def start_timer(self) -> StreamTimer: ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Run `work` once, because the first run loads modules and allocates memory, then capture it. All

@@ -22,7 +22,9 @@ from tgis.shard.kernels.cuda.states.chunks import StateMemory
 from tgis.shard.kernels.cuda.step_state import DeviceDetails
 from tgis.shard.memory.state_cache import StateSizes
 from tgis.shard.models.registry import make_spec
-from tgis.shard.startup.cuda_platform import configure_products, find_sizes
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.speculators.registry import DraftShape
+from tgis.shard.startup.cuda_platform import configure_products, find_draft_sizes, find_sizes
 
 TWINS = Implementations.plain()
 HALVES = (torch.float16, torch.bfloat16)
@@ -189,6 +191,41 @@ def test_a_kernel_that_fails_at_the_model_s_sizes_is_replaced(
     assert choose_implementations(CPU, ONE).replaced == []
     assert choose_implementations(CPU, ONE, WIDE).replaced == ["norm"]
     assert "with weights of torch.float16 and the model's sizes" in caplog.text
+
+
+INNER = KernelSizes(2, 1, 8, 32, 24, 99)  # a small model
+
+
+def test_a_kernel_that_fails_at_the_speculator_s_sizes_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Check kernels of a speculator with layers, and of one without."""
+    layers = replace(make_spec(CASES["llama_grouped_queries"]().to_dict()), head_dim=WIDE.head_dim)
+    assert isinstance(layers, DecoderSpec)
+
+    def fail(name: str, is_its: Callable[[Tensor], bool]) -> Callable[..., Any]:
+        def compute(x: Tensor, *rest: Any) -> Any:
+            if is_its(x):
+                raise RuntimeError("out of resource: shared memory")
+            return KERNELS[name].plain(x, *rest)
+
+        return compute
+
+    for module in KERNELS.values():
+        monkeypatch.setattr(module, "launch", lambda *args, module=module: module.plain(*args))
+    cases: dict[str, tuple[DraftShape, Callable[[Tensor], bool]]] = {
+        "attend_segments": (DraftShape(layers, 32, None), lambda q: q.shape[2] == WIDE.head_dim),
+        "norm": (DraftShape(None, 288, None), lambda x: x.shape[1] == 288),
+        "gate": (DraftShape(None, 288, None), lambda x: x.shape[1] == 288),
+    }
+    for name, (draft, is_its) in cases.items():
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(KERNELS[name], "launch", fail(name, is_its))
+            if name == "attend_segments":
+                assert choose_implementations(CPU, ONE, INNER).replaced == []
+            assert choose_implementations(CPU, ONE, INNER, find_draft_sizes(draft, INNER)).replaced == [name]
+        assert "with weights of torch.float16 and the speculator's sizes: " in caplog.text
 
 
 SIZELESS = "begin_step", "accept_drafts", "widen_codes", "group_rows", "add_low_rank"

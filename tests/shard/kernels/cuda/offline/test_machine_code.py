@@ -14,7 +14,7 @@ from scripts.check_locks import CUDA, ROOT, read_lock
 from tests.support.cuda import golden
 from tgis.shard.kernels.cuda.implementations import KERNELS
 from tgis.shard.kernels.cuda.offline.driver import compile_only
-from tgis.shard.kernels.cuda.offline.variants import find_variants
+from tgis.shard.kernels.cuda.offline.variants import find_check_variants, find_variants
 
 QUICK = "all", "llama-3.1-8b/1"
 STATEFUL = golden.STATE_MODELS[0], golden.STATE_MODELS[2]  # one of Mamba 2, one of gated DeltaNet
@@ -67,7 +67,22 @@ def test_steps_of_all_sizes_launch_the_same(kernel: str) -> None:
     assert [(one.name, one.types, one.constants) for one in kernels[first:]] == []
 
 
+# Its branches depend on the model, and one that does not compile replaces it for all models.
+BRANCHED = ("turn_and_keep",)
+
+
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(name, marks=() if name in BRANCHED else pytest.mark.slow) for name in KERNELS]
+)
+def test_the_check_at_the_start_compiles(kernel: str) -> None:
+    known = find_check_variants()
+    variants = [each for each in known if each.kernel == kernel and each.label.endswith("bfloat16")]
+    assert variants
+    assert golden.find_faults(variants, 90) == []
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_costs_of_other_models_equal_the_table() -> None:
     _compare(*set(golden.MODELS) - set(QUICK))
 

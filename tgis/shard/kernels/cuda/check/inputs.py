@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ class ExpertSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelSizes:
-    """Sizes of a model, or of a rank's share of it, for which kernels are compiled."""
+    """Sizes of a model, of a rank's share of it, or of a speculator, for which kernels are compiled."""
 
     num_heads: int = 8
     num_kv_heads: int = 2
@@ -75,6 +75,7 @@ class KernelSizes:
     experts: ExpertSizes | None = None
     codes: tuple[CodeLayout, ...] = ()  # layouts of weights, if they are kept as codes
     cache_types: tuple[torch.dtype | None, ...] = (None,)  # of keys and values; None: type of weights
+    owner: str = field(default="the model's", compare=False)  # for messages
 
     @property
     def small(self) -> "KernelSizes":

@@ -1,5 +1,5 @@
 """Compares each kernel with its twin on random inputs of a few tokens when a shard starts on a GPU, at small
-sizes and at those of the model, for which kernels are compiled."""
+sizes and at those of the model and its speculator, for which kernels are compiled."""
 
 import json
 import logging
@@ -29,11 +29,17 @@ class _DifferenceError(Exception):
 
 
 def choose_implementations(
-    device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES, model: KernelSizes = SMALL
+    device: torch.device,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    model: KernelSizes = SMALL,
+    speculator: KernelSizes | None = None,
 ) -> Implementations:
-    """Choose Triton's kernels. Those that fail the check at small sizes or at the model's are replaced by
-    twins. Kernels of recurrent layers, experts and codes are not checked for models without them."""
-    failures = check(device, dtypes, all_sizes=dict.fromkeys((model.small, model)))
+    """Choose Triton's kernels. Those that fail the check at small sizes, at the model's or at those of its
+    speculator are replaced by twins. Kernels of recurrent layers, experts and codes are not checked for
+    models without them."""
+    owners = (model,) if speculator is None else (model, speculator)
+    all_sizes = dict.fromkeys(sizes for own in owners for sizes in (own.small, own))
+    failures = check(device, dtypes, all_sizes=all_sizes)
     for name, reason in failures.items():
         logger.warning("GPU kernel %s is replaced by torch operators, which are slower: %s", name, reason)
     return Implementations.choose(frozenset(failures))
@@ -73,7 +79,7 @@ def find_failure(
     twin = KERNELS[name].plain
     draw = INPUTS[name]
     for dtype, sizes in cases:
-        about = f"with weights of {dtype}" + (" and the model's sizes" if sizes != sizes.small else "")
+        about = f"with weights of {dtype}" + (f" and {sizes.owner} sizes" if sizes != sizes.small else "")
         try:
             for each in draw(device, dtype, sizes):
                 _compare(each.run(kernel), each.run(twin), TOLERANCES[dtype])

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.memory.placing import place
 from tgis.shard.runner.batch_builder import Work
 from tgis.shard.runner.device.device_table import DeviceTable
-from tgis.shard.runner.device.stream import DeviceStream
+from tgis.shard.runner.device.stream import DeviceStream, StreamTimer
 from tgis.shard.runner.proposer import FollowedWork, FollowingProposer
 from tgis.shard.runner.proposers.followed_work import follow_work, split_followed
 from tgis.shard.runner.row_table import Booleans, Integers
@@ -51,9 +52,11 @@ class FollowedSteps:
         self._speculator = speculator
         self._table = table
         self._stream = stream
+        self._timers: list[StreamTimer] = []
 
     def reset(self) -> None:
         self._speculator.reset()
+        self._timers.clear()
 
     def open_rows(self, rows: Integers) -> None:
         self._speculator.open_rows(rows)
@@ -73,7 +76,21 @@ class FollowedSteps:
         followed, others = (
             _select(work, self._table.number_sequences(work.rows) == numbers) for work, numbers in parts
         )
+        is_timed = len(followed.rows) and not self._have_prompts(followed)
+        timer = self._stream.start_timer() if is_timed else None
         follow_work(self._speculator, followed, others, _refuse if step.states is None else step.states.take)
+        if timer is not None:
+            timer.stop()
+            self._timers.append(timer)
+
+    def take_timers(self) -> list[StreamTimer]:
+        """Return the timers of the steps that were followed since the last call. Steps with prompts have
+        none, because the router learns from steps without prompts only."""
+        timers, self._timers = self._timers, []
+        return timers
+
+    def _have_prompts(self, work: FollowedWork) -> bool:
+        return bool(np.any(work.starts < self._table.rows["opened_len"][work.rows]))
 
 
 def _select(work: FollowedWork, are_current: Booleans) -> FollowedWork:
