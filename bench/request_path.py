@@ -5,6 +5,7 @@ process, after an equal request, so that what runs only once is not counted. Fil
 are listed but not counted."""
 
 import asyncio
+import gc
 import sys
 import tempfile
 import threading
@@ -69,6 +70,7 @@ async def record() -> LineRecorder:
     with tempfile.TemporaryDirectory() as directory, recorder.install():
         async with open_grpc(Path(directory)) as served:
             await served.stub.Generate(request)
+            gc.collect()  # finalizers of earlier objects would be counted
             recorder.is_active = True
             await served.stub.Generate(request)
             recorder.is_active = False

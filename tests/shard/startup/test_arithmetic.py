@@ -25,6 +25,7 @@ from tgis.shard.kernels.cpu.bf16.ops import BfloatKernels
 from tgis.shard.kernels.cpu.bf16.product import pack_rounded
 from tgis.shard.kernels.cpu.codes import kernels as code_kernels
 from tgis.shard.kernels.cpu.codes.layout import Kind
+from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.models import registry
@@ -82,7 +83,7 @@ def test_the_gate_of_experts_is_not_rounded_if_it_is_stored_as_codes(tmp_path: P
     made.mkdir()
     write_model_directory([tmp_path / "model.gguf"], made)
     rounding = code_kernels.MULTIPLY[Kind(8, rounds_activations=False)]  # another one than that of 4 bits
-    of_codes = BfloatKernels(pack_rounded, tile_kernels={4: rounding})
+    of_codes = BfloatKernels(pack_rounded, tile_kernels={4: CodeTileKernels(rounding, rounding)})
     settings = stepping.read_config(made)
     model = registry.load(made, settings, stepping.ALONE, torch.float32, of_codes)
     feed = model._blocks[0]._feed_forward
