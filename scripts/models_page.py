@@ -59,7 +59,7 @@ uses `time_step_limit` for both, which sets no limit by default.
 | --- | --- |
 | x86, 64 bits: AVX2, AVX-512, AMX | the service and its tests; [measured](performance.md) |
 | NVIDIA GPU | one H200 ([GPUs](gpu.md)) |
-| ARM servers, 64 bits: Neoverse N1 (Ampere Altra, Graviton 2) and V2 (Graviton 4, Axion, Grace) | nothing has run on a real ARM machine, and no speed was measured. `make test-all` compiles all kernels for both, and runs tests of kernels in QEMU: attention in prompts and decoding with every type of cache; matrix products with floats, codes and int8; LoRA, Mamba, gated DeltaNet, norms and activations |
+| ARM servers, 64 bits: Neoverse N1 (Ampere Altra, Graviton 2) and V2 (Graviton 4, Axion, Grace) | nothing has run on a real ARM machine, and no speed was measured. `make test-all` compiles all kernels for both, and runs tests of kernels in QEMU: attention in prompts and decoding with every type of cache, with bfloat16 arithmetic, and in segments of keys; rows and matrix products of floats, int8, and codes, also those of GGUF files; LoRA, Mamba, gated DeltaNet, norms and activations |
 
 On ARM, products of integer codes use the dot product (`sdot`), and 4-bit codes are looked up with NEON. bfloat16
 arithmetic is emulated, as on x86 processors without AVX512_BF16, so `--cpu-arithmetic auto` selects float32: `bfdot`

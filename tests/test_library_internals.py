@@ -11,6 +11,7 @@ TGIS = Path(__file__).parents[1] / "tgis"
 INTERNALS = {
     "net/http/uvicorn_internals.py": "uvicorn",
     "router/api/grpc/grpc_internals.py": "grpcio",
+    "shard/kernels/cpu/jit/numba_internals.py": "numba",
     "shard/models/hf_transformers/transformers_internals.py": "transformers",
     "shard/torch_internals.py": "torch",
 }

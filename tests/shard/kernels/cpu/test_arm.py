@@ -20,6 +20,8 @@ emulated = pytest.mark.skipif(
     reason="this is an ARM machine, or it lacks qemu-user or gcc-aarch64-linux-gnu",
 )
 ATTENTION, CODES, FLOAT8 = "test_attention.py", "test_codes.py", "test_float8.py"
+BF16_ATTENTION, GGUF, SEGMENTS = "test_bf16_attention.py", "test_gguf_codes.py", "test_segments.py"
+GGUF_TYPES = ("Q4_K", "Q6_K", "Q8_0", "IQ4_XS")
 # Compiling and emulation take minutes of processor time, and other tests run at the same time.
 minutes = pytest.mark.timeout(1800)
 # Names of tests, by the processor for which they are compiled.
@@ -39,6 +41,33 @@ TESTS = (
         ),
     ),
     ("neoverse-v2", (f"{ATTENTION}::test_scoring_options",)),
+    (
+        "neoverse-v2",
+        (
+            f"{BF16_ATTENTION}::test_equals_the_definition",
+            f"{BF16_ATTENTION}::test_bits_do_not_depend_on_block_size_or_type_of_the_processor",
+            f"{BF16_ATTENTION}::test_rounds_as_torch_does",
+            f"{BF16_ATTENTION}::test_two_bits_fewer_are_noticed",
+        ),
+    ),
+    (
+        "neoverse-n1",
+        (
+            f"{SEGMENTS}::test_equals_the_definition[plain]",
+            f"{SEGMENTS}::test_equals_the_definition[odd_sizes]",
+            f"{SEGMENTS}::test_one_segment_has_the_bits_of_a_single_softmax",
+            f"{SEGMENTS}::test_keys_outside_the_window_have_no_weight",
+            f"{SEGMENTS}::test_cross_attention_reads_all_of_the_encoder",
+        ),
+    ),
+    (
+        "neoverse-n1",
+        (
+            f"{GGUF}::test_rows_are_the_package_s_numbers",
+            *(f"{GGUF}::test_sums_are_within_the_bound_of_their_roundings[{name}]" for name in GGUF_TYPES),
+            *(f"{GGUF}::test_rounded_activations[{name}]" for name in GGUF_TYPES[:2]),
+        ),
+    ),
 )
 # Reads the hardware capabilities as `arm` does, with the constants of the C library.
 CAPABILITIES = """

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray
-from numba.extending import overload
 
 from tgis.shard.kernels.cpu.amx.instructions import TILE_ROWS
 from tgis.shard.kernels.cpu.attention.elements.int8 import find_scales, has_scales
@@ -38,7 +37,7 @@ from tgis.shard.kernels.cpu.attention.softmax import (
     update_softmax,
 )
 from tgis.shard.kernels.cpu.attention.widening import is_converted, widen_span
-from tgis.shard.kernels.cpu.jit.compiler import inlined, pointer, reorderable
+from tgis.shard.kernels.cpu.jit.compiler import inlined, overload_for_kernels, pointer, reorderable
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, tanh
 from tgis.shard.kernels.cpu.jit.vectors import LANES, peek, poke
 from tgis.shard.memory.kv_cache import SCALE_BYTES
@@ -435,7 +434,7 @@ def implement_keys(is_for: Callable[[Any], bool], implementation: Any) -> None:
     ) -> None:
         implementation(begin, end, height, u, following, queries, p, scoring, s, element)
 
-    @overload(attend_keys, inline="always")  # type: ignore[untyped-decorator]
+    @overload_for_kernels(attend_keys)
     def choose(
         begin: Any,
         end: Any,

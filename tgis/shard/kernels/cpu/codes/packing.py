@@ -106,7 +106,8 @@ def _pack_codes(args: Any) -> None:
                 given = carray(
                     pointer(scales + ((row * pieces + piece) * planes + plane) * size, _U8), (size,)
                 )
-                stored[:] = given
+                for i in range(size):  # `stored[:] = given` compiles the text of an error
+                    stored[i] = given[i]
         row = next_unit(args)
 
 

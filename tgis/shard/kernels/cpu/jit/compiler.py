@@ -23,11 +23,13 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic as untyped_intrinsic
+from numba.extending import overload as untyped_overload
 from torch import Tensor
 
 from tgis.shard.checkpoint.progress import CompileProgress
 from tgis.shard.kernels.cpu.jit.cache import cache_directory, describe_lifetime
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I64
+from tgis.shard.kernels.cpu.jit.numba_internals import CalleeCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -198,8 +200,18 @@ def _for_kernels(function: Function, fastmath: set[str], inline: str = "never") 
     wrappers for Python and C, each of which contains the function once more, kernels compile a sixth
     faster."""
     options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    compiled: Function = numba.njit(fastmath=fastmath, inline=inline, **options)(function)
+    compile = numba.njit(fastmath=fastmath, inline=inline, pipeline_class=CalleeCompiler, **options)
+    compiled: Function = compile(function)
     return compiled
+
+
+def overload_for_kernels(stub: Function) -> Callable[[Callable[..., Any]], Any]:
+    """Let a function return the implementation of `stub` for types of arguments. It becomes a part of its
+    callers, as if it were `inlined`."""
+    mark: Callable[[Callable[..., Any]], Any] = untyped_overload(
+        stub, jit_options={"pipeline_class": CalleeCompiler}, inline="always"
+    )
+    return mark
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

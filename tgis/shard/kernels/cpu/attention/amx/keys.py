@@ -45,7 +45,7 @@ from tgis.shard.kernels.cpu.attention.tiles import (
     write_bounds,
 )
 from tgis.shard.kernels.cpu.gemm import pairs
-from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
+from tgis.shard.kernels.cpu.jit.compiler import inlined, pointer, reorderable
 from tgis.shard.kernels.cpu.jit.vectors import LANES, peek
 
 ELEMENT = np.uint64(0)  # value of the type TILE_PAIR
@@ -194,7 +194,7 @@ def _attend_few_rows(span: int, rows: int, u: Any, p: Any, scoring: Any, s: Any,
         add_few_narrow(rows, s.sums + 4 * c, length, *args, 4 * c, 4 * p.head_dim, num_keys)
 
 
-@reorderable
+@inlined
 def _attend_keys(
     begin: int,
     end: int,
