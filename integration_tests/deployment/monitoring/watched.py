@@ -48,9 +48,9 @@ def lose_a_shard(service: Service) -> None:
     """Kill a shard during a stream, which completes nevertheless."""
     with service.channel() as channel:
         stub = GenerationServiceStub(channel)
+        [shard] = children_of(service.process.pid)["serve"]  # which takes as long as many tokens
         stream = stub.GenerateStream(_single("once upon a time", 150))
         next(stream), next(stream)
-        [shard] = children_of(service.process.pid)["serve"]
         os.kill(shard, signal.SIGKILL)
         assert list(stream)[-1].stop_reason
 

@@ -27,6 +27,7 @@ CASES = {
     "4 bits, one group": Case(CodeLayout(torch.uint8, 4, None, True), 300),
     "4 bits, reordered": Case(CodeLayout(torch.uint8, 4, None, True, True), 256, (64,) * 4),
     "4 bits, groups of all sizes": Case(CodeLayout(torch.uint8, 4, None, True, True), 150, (7, 0, 60, 1, 82)),
+    "4 bits, small groups": Case(CodeLayout(torch.uint8, 4, None, True, True), 300, (7, 8, 1, 5, 4) * 12),
     "3 bits": Case(CodeLayout(torch.uint8, 3, 64, True), 128),
     "2 bits": Case(CodeLayout(torch.uint8, 2, 16, True), 50),
     "a table": Case(CodeLayout(torch.uint8, 4, 64, table=TABLE), 200),

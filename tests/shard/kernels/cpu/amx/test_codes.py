@@ -33,7 +33,10 @@ pytestmark = pytest.mark.skipif(panels.PANEL != 32, reason="processors with AMX 
 STEP = 2.0**-24  # rounding error of float32
 # One of each way to read codes: words, bytes, and parts of packed codes.
 MIXED = {
-    **{name: CASES[name] for name in ("4 bits, zeros", "4 bits, groups of all sizes", "8 bits, zeros")},
+    **{
+        name: CASES[name]
+        for name in ("4 bits, zeros", "4 bits, groups of all sizes", "4 bits, small groups", "8 bits, zeros")
+    },
     "5 bits": CASES["4 bits"]._replace(layout=CodeLayout(torch.int8, 5, 16, scale_type="float16")),
 }
 Kernels = Mapping[int, CodeTileKernels]

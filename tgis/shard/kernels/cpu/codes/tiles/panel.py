@@ -38,7 +38,7 @@ from tgis.shard.kernels.cpu.jit.compiler import ordered, pointer
 _WIDE_BLOCK = PIECE // 2 * PAIR_ROW  # maximum bytes of a block, those of the largest piece
 # Bytes of a block of several pieces. The first-level cache holds a block, the next one, and cells.
 _BLOCK_BYTES = _WIDE_BLOCK // 2
-_MAX_PIECES = 4
+_MAX_PIECES = 4  # maximum pieces of a block
 _SINGLE_PIECE_ROWS = 8  # maximum rows of products that wait for weights, which are prefetched with each block
 _SCALES = _MAX_PIECES * 2 * PLANE  # bytes of a block's scales and offsets
 _CELLS = _MAX_PIECES * CELLS_BYTES
@@ -88,7 +88,7 @@ def clear_scratch(scratch: Any, is_padded: int) -> None:
 def _describe_block(w: Any, rows: int) -> Any:
     steps, depth = -(-w.units // STEP_UNITS), UNIT_PAIRS * min(w.units, STEP_UNITS)
     wide_bytes = steps * depth * PAIR_ROW
-    pieces = 1 if rows <= _SINGLE_PIECE_ROWS else max(1, _BLOCK_BYTES // wide_bytes)
+    pieces = 1 if rows <= _SINGLE_PIECE_ROWS else min(_MAX_PIECES, max(1, _BLOCK_BYTES // wide_bytes))
     return _BlockShape(pieces, w.units * w.unit_bytes + w.scale_bytes, wide_bytes, steps, depth)
 
 
