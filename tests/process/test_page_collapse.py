@@ -1,12 +1,16 @@
 """Check that memory in use moves into huge pages, and that areas of which little is used do not grow."""
 
 import json
+import logging
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from tgis.process.memory import page_collapse
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 KIB = 8 << 10
@@ -57,3 +61,18 @@ def test_used_memory_moves_into_huge_pages() -> None:
     assert rss >= KIB
     assert huge >= KIB - 2 * 2048  # the area need not begin at a huge page
     assert (sparse, sparse_huge) == (sparse_before, 0)
+
+
+def test_a_process_that_cannot_read_its_areas_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "enabled").write_text("always [madvise] never")
+    (tmp_path / "hpage_pmd_size").write_text("2097152")
+    monkeypatch.setattr(page_collapse, "_SETTINGS", tmp_path)
+    monkeypatch.setattr(page_collapse, "_AREAS", tmp_path / "smaps")
+    with caplog.at_level(logging.INFO):
+        page_collapse.collapse_soon()
+        for thread in threading.enumerate():
+            if thread.name == "huge pages":
+                thread.join()
+    assert [message.partition(":")[0] for message in caplog.messages] == ["memory stays in small pages"]

@@ -15,6 +15,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+_AREAS = Path("/proc/self/smaps")
 _MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it yet
 _LOWEST_PRIORITY = 19
 _AREA = re.compile(r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) rw.p \S+ \S+ 0 *(?P<name>.*)")
@@ -45,8 +46,11 @@ def collapse_pages() -> None:
 
 
 def _collapse_at_lowest_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    collapse_pages()
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        collapse_pages()
+    except OSError as error:
+        logger.info("memory stays in small pages: %s", error)
 
 
 def _huge_page_size() -> int:
@@ -64,7 +68,7 @@ def _list_used_areas() -> Iterator[tuple[int, int]]:
     """Yield the beginning and end of each area of the process's own memory of which most is in use."""
     area: tuple[int, int] | None = None
     size = 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in _AREAS.read_text().splitlines():
         if found := _AREA.fullmatch(line):
             is_stack = found["name"] == "[stack]"
             area = None if is_stack else (int(found["begin"], 16), int(found["end"], 16))

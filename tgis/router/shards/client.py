@@ -87,7 +87,7 @@ class ShardClient:
 
     async def receive(self) -> StepAnswer:
         """Return the answer to the oldest unanswered step. Raises ShardsLostError."""
-        if not self._answers:
+        while not self._answers:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
         answer = self._answers.popleft()
