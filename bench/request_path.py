@@ -2,10 +2,11 @@
 
 Run it as `python -m bench.request_path`. The request goes through gRPC, an engine and a fake shard in this
 process, after an equal request, so that what runs only once is not counted. Files of metrics and scheduling
-are listed but not counted."""
+are listed but not counted. Log lines of requests are off."""
 
 import asyncio
 import gc
+import logging
 import sys
 import tempfile
 import threading
@@ -71,9 +72,11 @@ async def record() -> LineRecorder:
         async with open_grpc(Path(directory)) as served:
             await served.stub.Generate(request)
             gc.collect()  # finalizers of earlier objects would be counted
+            logging.disable(logging.INFO)
             recorder.is_active = True
             await served.stub.Generate(request)
             recorder.is_active = False
+            logging.disable(logging.NOTSET)
     return recorder
 
 

@@ -75,8 +75,8 @@ def test_streams_outlive_a_node_that_stands_still(
     """Suspend launcher and shard; their later messages are ignored."""
     launcher = networks.nodes[1].process.pid
     num_lost = networks.nodes[0].output.count(SILENT)
+    pids = [launcher, *children_of(launcher)["serve"]]  # finding them takes as long as many tokens
     with live_streams(client, texts_of(model), timeout_s=120):
-        pids = [launcher, *children_of(launcher)["serve"]]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(PAUSE_S)

@@ -69,8 +69,8 @@ def test_answers_are_those_of_one_machine(tuned: Tuned) -> None:
 
 
 def test_streams_outlive_a_shard_of_the_other_node(tuned: Tuned, nodes: TwoNodes) -> None:
+    [shard] = children_of(nodes.nodes[1].process.pid)["serve"]  # finding it takes as long as many tokens
     with live_streams(tuned.client, TEXTS):
-        [shard] = children_of(nodes.nodes[1].process.pid)["serve"]
         os.kill(shard, signal.SIGKILL)
     assert nodes.nodes[1].process.poll() is None
     nodes.nodes[0].wait_for_line("node 1: shard 1 was killed by SIGKILL")
