@@ -28,6 +28,7 @@ from tests.support.accounts import take_baseline
 # Processes that start on demand: two that compile constraints, and the second of those that
 # render chats.
 PIPES = 6
+LAST_LINES = 60  # of the service that are printed if it cannot be reached after the faults
 PAUSE_S = 1.0  # between two faults
 
 
@@ -48,6 +49,9 @@ def run(directory: Path, seconds: float, seed: int, num_workers: int, log: Path 
     target = Target(directory, num_workers)
     try:
         return _run(target, seconds, seed)
+    except OSError:
+        print(*target.service.output.splitlines()[-LAST_LINES:], sep="\n")
+        raise
     finally:
         target.end()
         if log is not None:
