@@ -20,8 +20,8 @@ _MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it yet
 _LOWEST_PRIORITY = 19
 _AREA = re.compile(r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) rw.p \S+ \S+ 0 *(?P<name>.*)")
 _SIZE = re.compile(r"(?P<key>Size|Rss): +(?P<kib>\d+) kB")
-# Part of an area that must be in use, so that the process hardly grows. Stacks of threads use little of
-# theirs.
+# Part of an area that must be in use, so that the process grows by a third at most, and usually by about a
+# hundredth. Stacks of threads use little of theirs.
 _MIN_USED = 0.75
 
 _madvise: Callable[..., int] | None = getattr(ctypes.CDLL(None), "madvise", None)

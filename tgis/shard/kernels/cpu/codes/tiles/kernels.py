@@ -76,8 +76,8 @@ def _multiply(args: Any, bits: int, element: Any) -> None:
     scratch, float_row = place_scratch(at, at + SCRATCH_BYTES + sums_bytes), at + before
     if not is_few:
         clear_scratch(scratch, w.units % STEP_UNITS or w.in_features % w.columns)
-    rows_of_x = place_rows(w.row_bytes, m, rounded)
-    copied_group, configured = -1, 0
+    all_rows = place_rows(w.row_bytes, m, rounded)
+    rows_of_x, copied_group, configured = all_rows, -1, 0
     unit = next_unit(args)
     while unit < groups * group_units:
         next_one = unit + threads  # if all threads are equally fast
@@ -86,7 +86,7 @@ def _multiply(args: Any, bits: int, element: Any) -> None:
         rows = (group + 1) * m // groups - first
         if copied_group != group:
             if rounded:
-                rows_of_x = _skip_rows(place_rows(w.row_bytes, m, rounded), w.row_bytes, first)
+                rows_of_x = _skip_rows(all_rows, w.row_bytes, first)
             else:
                 rows_of_x = place_rows(w.row_bytes, rows, float_row + FLOAT_ROW)
                 source = x + 4 * first * width
