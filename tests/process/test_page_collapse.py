@@ -1,7 +1,9 @@
 """Check that memory in use moves into huge pages, and that areas of which little is used do not grow."""
 
+import ctypes
 import json
 import logging
+import os
 import platform
 import subprocess
 import sys
@@ -76,3 +78,34 @@ def test_a_process_that_cannot_read_its_areas_goes_on(
             if thread.name == "huge pages":
                 thread.join()
     assert [message.partition(":")[0] for message in caplog.messages] == ["memory stays in small pages"]
+
+
+def test_calls_are_short_and_have_the_priority_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process waits for the end of a call, which a busy system hardly runs at a lower priority."""
+    calls: list[tuple[int, int, int]] = []
+
+    def record(address: ctypes.c_void_p, size: ctypes.c_size_t, _advice: int) -> int:
+        priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        calls.append((address.value or 0, size.value, priority))
+        return 0
+
+    huge = 2 << 20
+    begin, end = 33 * huge, 70 * huge + 4096
+    (tmp_path / "enabled").write_text("always [madvise] never")
+    (tmp_path / "hpage_pmd_size").write_text(f"{huge}")
+    kib = (end - begin) >> 10
+    area = f"{begin - 8192:x}-{end:x} rw-p 00000000 00:00 0 \nSize: {kib + 8} kB\nRss: {kib} kB\n"
+    (tmp_path / "smaps").write_text(area)
+    monkeypatch.setattr(page_collapse, "_SETTINGS", tmp_path)
+    monkeypatch.setattr(page_collapse, "_AREAS", tmp_path / "smaps")
+    monkeypatch.setattr(page_collapse, "_madvise", record)
+    page_collapse.collapse_soon()
+    for thread in threading.enumerate():
+        if thread.name == "huge pages":
+            thread.join()
+    sizes = [size // huge for _, size, _ in calls]
+    assert sizes == [8, 8, 8, 8, 5]
+    assert [address for address, _, _ in calls] == [(33 + 8 * i) * huge for i in range(5)]
+    assert {priority for _, _, priority in calls} == {os.getpriority(os.PRIO_PROCESS, 0)}

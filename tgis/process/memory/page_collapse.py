@@ -6,9 +6,9 @@ its address in pages of 4 KiB. Objects from the start, such as code and classes,
 
 import ctypes
 import logging
-import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +17,10 @@ logger = logging.getLogger(__name__)
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _AREAS = Path("/proc/self/smaps")
 _MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it yet
-_LOWEST_PRIORITY = 19
+# Huge pages of one call, which takes about 4 ms. Signals do not interrupt a call: a killed process ends, and
+# releases its ports, only after it. Other threads of the process wait for it when they map memory.
+_PAGES_PER_CALL = 8
+_PAUSE = 3  # times the duration of a call, so that other threads get most of a core
 _AREA = re.compile(r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) rw.p \S+ \S+ 0 *(?P<name>.*)")
 _SIZE = re.compile(r"(?P<key>Size|Rss): +(?P<kib>\d+) kB")
 # Part of an area that must be in use, so that the process grows by a third at most, and usually by about a
@@ -28,8 +31,9 @@ _madvise: Callable[..., int] | None = getattr(ctypes.CDLL(None), "madvise", None
 
 
 def collapse_soon() -> None:
-    """Collapse the process's pages on a background thread."""
-    threading.Thread(target=_collapse_at_lowest_priority, name="huge pages", daemon=True).start()
+    """Collapse the process's pages on a background thread. Its priority is the usual one: a busy system would
+    suspend a thread of a lower one during a call, for which others wait."""
+    threading.Thread(target=_collapse_if_possible, name="huge pages", daemon=True).start()
 
 
 def collapse_pages() -> None:
@@ -41,13 +45,18 @@ def collapse_pages() -> None:
     for begin, end in _list_used_areas():
         begin = -(-begin // size) * size
         end = end // size * size
-        if begin < end:
-            _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_COLLAPSE)
+        for first in range(begin, end, _PAGES_PER_CALL * size):
+            _collapse(first, min(first + _PAGES_PER_CALL * size, end), _madvise)
 
 
-def _collapse_at_lowest_priority() -> None:
+def _collapse(begin: int, end: int, madvise: Callable[..., int]) -> None:
+    began = time.monotonic()
+    madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_COLLAPSE)
+    time.sleep(_PAUSE * (time.monotonic() - began))
+
+
+def _collapse_if_possible() -> None:
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         collapse_pages()
     except OSError as error:
         logger.info("memory stays in small pages: %s", error)
