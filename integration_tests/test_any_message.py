@@ -40,7 +40,7 @@ from tests.support.router.model_of_shard import context, join_digests, next_toke
 from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 REASONS = {pb.MAX_TOKENS, pb.EOS_TOKEN, pb.TIME_LIMIT, pb.STOP_SEQUENCE, pb.TOKEN_LIMIT}
 MEBIBYTE = 1 << 20

@@ -238,7 +238,7 @@ def test_missing_adapters_are_neither_found_nor_loaded(pair: Pair) -> None:
 def test_ranks_end_on_request(pair: Pair) -> None:
     for shard in pair.shards:
         shard.process.send_signal(signal.SIGTERM)
-    assert [shard.process.wait(10) for shard in pair.shards] == [0, 0]
+    assert [shard.process.wait(30) for shard in pair.shards] == [0, 0]
 
 
 def test_life_of_a_server(model_path: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def num_tasks(router: Setup) -> float:
     return metric(router, "tgi_tasks")
 
 
-def wait(condition: Callable[[], bool], timeout_s: float = 20) -> float:
+def wait(condition: Callable[[], bool], timeout_s: float = 60) -> float:
     """Wait for the condition and return the seconds it took."""
     begun = time.monotonic()
     while not condition():
