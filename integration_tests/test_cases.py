@@ -6,6 +6,7 @@ import time
 import urllib.request
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -94,12 +95,13 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cases = selected_cases(request.session.items)
     models = sorted({case.model for case in cases})
     served = {name: WRITERS[name](tmp_path_factory.mktemp("models") / name) for name in models}
-    services = {name: launch(each.directory, *FLAGS, *each.flags) for name, each in served.items()}
-    try:
+    with ExitStack() as stack:
+        services = {name: launch(each.directory, *FLAGS, *each.flags) for name, each in served.items()}
+        for service in services.values():
+            stack.callback(service.process.kill)  # an error of one must not leave the others
         by_name = {name: prepare(Oracle(each), cases, name) for name, each in served.items()}
         for name, run in by_name.items():
             run.send_all(services[name].wait_until_serving())
-    finally:
         codes = {name: service.end() for name, service in services.items()}
     assert set(codes.values()) == {0}, "\n".join(service.output for service in services.values())
     return by_name
