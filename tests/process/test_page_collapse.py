@@ -15,6 +15,7 @@ import pytest
 from tgis.process.memory import page_collapse
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE = 2 << 20
 KIB = 8 << 10
 # Uses an area wholly and of another one page in every MiB. Prints the KiB of both that are in memory and in
 # huge pages, before and after. An area that is only read separates them.
@@ -65,13 +66,27 @@ def test_used_memory_moves_into_huge_pages() -> None:
     assert (sparse, sparse_huge) == (sparse_before, 0)
 
 
-def test_a_process_that_cannot_read_its_areas_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def areas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Path of the list of areas, which does not exist yet, of a process on a system with huge pages."""
     (tmp_path / "enabled").write_text("always [madvise] never")
-    (tmp_path / "hpage_pmd_size").write_text("2097152")
+    (tmp_path / "hpage_pmd_size").write_text(f"{HUGE}")
     monkeypatch.setattr(page_collapse, "_SETTINGS", tmp_path)
     monkeypatch.setattr(page_collapse, "_AREAS", tmp_path / "smaps")
+    return tmp_path / "smaps"
+
+
+def write_areas(path: Path, areas: list[tuple[int, int, int]]) -> None:
+    """Write the beginnings, ends and used bytes of areas."""
+    lines = [
+        f"{begin:x}-{end:x} rw-p 00000000 00:00 0 \nSize: {(end - begin) >> 10} kB\nRss: {used >> 10} kB\n"
+        for begin, end, used in areas
+    ]
+    path.write_text("".join(lines))
+
+
+@pytest.mark.usefixtures("areas")
+def test_a_process_that_cannot_read_its_areas_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         page_collapse.collapse_soon()
         for thread in threading.enumerate():
@@ -81,7 +96,7 @@ def test_a_process_that_cannot_read_its_areas_goes_on(
 
 
 def test_calls_are_short_and_have_the_priority_of_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    areas: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A killed process waits for the end of a call, which a busy system hardly runs at a lower priority."""
     calls: list[tuple[int, int, int]] = []
@@ -91,21 +106,32 @@ def test_calls_are_short_and_have_the_priority_of_the_process(
         calls.append((address.value or 0, size.value, priority))
         return 0
 
-    huge = 2 << 20
-    begin, end = 33 * huge, 70 * huge + 4096
-    (tmp_path / "enabled").write_text("always [madvise] never")
-    (tmp_path / "hpage_pmd_size").write_text(f"{huge}")
-    kib = (end - begin) >> 10
-    area = f"{begin - 8192:x}-{end:x} rw-p 00000000 00:00 0 \nSize: {kib + 8} kB\nRss: {kib} kB\n"
-    (tmp_path / "smaps").write_text(area)
-    monkeypatch.setattr(page_collapse, "_SETTINGS", tmp_path)
-    monkeypatch.setattr(page_collapse, "_AREAS", tmp_path / "smaps")
+    begin, end = 33 * HUGE, 70 * HUGE + 4096
+    write_areas(areas, [(begin - 8192, end, end - begin)])
     monkeypatch.setattr(page_collapse, "_madvise", record)
     page_collapse.collapse_soon()
     for thread in threading.enumerate():
         if thread.name == "huge pages":
             thread.join()
-    sizes = [size // huge for _, size, _ in calls]
+    sizes = [size // HUGE for _, size, _ in calls]
     assert sizes == [8, 8, 8, 8, 5]
-    assert [address for address, _, _ in calls] == [(33 + 8 * i) * huge for i in range(5)]
+    assert [address for address, _, _ in calls] == [(33 + 8 * i) * HUGE for i in range(5)]
     assert {priority for _, _, priority in calls} == {os.getpriority(os.PRIO_PROCESS, 0)}
+
+
+def test_the_growth_over_all_areas_is_limited(areas: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Areas that are used least are left out, even if each of them uses enough of its memory."""
+    length, used = 100 * HUGE, [75, 99, 75, 98, 97, 50, 80]  # percent
+    begins = [HUGE + 2 * i * length for i in range(len(used))]
+    bounds = zip(begins, used, strict=True)
+    write_areas(areas, [(begin, begin + length, length // 100 * part) for begin, part in bounds])
+    collapsed: set[int] = set()
+
+    def record(address: ctypes.c_void_p, _size: ctypes.c_size_t, _advice: int) -> int:
+        collapsed.add((address.value or 0) // (2 * length))
+        return 0
+
+    monkeypatch.setattr(page_collapse, "_madvise", record)
+    page_collapse.collapse_pages()
+    assert collapsed == {1, 3, 4, 6}
+    assert sum(100 - used[i] for i in collapsed) <= 0.05 * sum(used)

@@ -155,7 +155,9 @@ class _Router:
         return self._health.is_ready
 
     def _build_service(self) -> GenerationService:
-        config, metrics, engine = self._config, self._metrics, self._engine.handle
+        config = self._config
+        metrics = self._metrics
+        engine = self._engine.handle
         metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
         metrics.descriptors.follow(count_descriptors)
         return GenerationService(
@@ -181,7 +183,9 @@ class _Router:
 
     def _collect_parts(self) -> ServiceParts:
         """Return the parts that handlers of the APIs use. Raises StartupError."""
-        config, engine, template = self._config, self._engine.handle, self._template
+        config = self._config
+        engine = self._engine.handle
+        template = self._template
         return ServiceParts(
             self._service,
             self._renderer,
@@ -205,7 +209,8 @@ class _Router:
         )
 
     def _build_server(self) -> grpc.aio.Server:
-        config, failures = self._config, self._metrics.request_failure
+        config = self._config
+        failures = self._metrics.request_failure
         interceptors: list[grpc.aio.ServerInterceptor] = [
             LoadInterceptor(self._load_reports),
             ErrorInterceptor(self._slow_clients, self._pacing, self._memory, failures),
@@ -386,7 +391,8 @@ def _write_url(config: RouterConfig, http_port: int) -> None:
 
 def _limits(config: RouterConfig) -> RequestLimits:
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
-    max_new_tokens, room = config.max_new_tokens, config.max_sequence_length - 1
+    max_new_tokens = config.max_new_tokens
+    room = config.max_sequence_length - 1
     if max_new_tokens is not None and room < max_new_tokens:
         logger.warning("max_new_tokens is reduced to %d, the maximum sequence length minus one", room)
     return RequestLimits(

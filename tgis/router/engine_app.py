@@ -44,7 +44,8 @@ class _EngineProcess:
         self._server = EngineServer(config.engine_path, self._engine.claims, metrics, config.router_workers)
 
     async def serve(self) -> None:
-        loop, serving = asyncio.get_running_loop(), asyncio.create_task(self._serve(), name="engine")
+        loop = asyncio.get_running_loop()
+        serving = asyncio.create_task(self._serve(), name="engine")
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, serving.cancel)
         loop.add_signal_handler(GIVE_UP, self._engine.give_up)

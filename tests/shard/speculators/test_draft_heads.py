@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.shard.adapted_drafts import check_adapted_outputs, write_adapters
 from tests.support.shard.draft_heads import PlainHead, States
 from tests.support.shard.draft_models import AlwaysDrafts
-from tests.support.shard.drafting import DraftingRouter, draft_on_rank
-from tests.support.shard.driver import Router, configure
+from tests.support.shard.drafting import draft_on_rank
+from tests.support.shard.driver import configure
 from tests.support.shard.eagle3_heads import make_eagle3
 from tests.support.shard.eagle_heads import make_eagle
 from tests.support.shard.ranks import Ranks
-from tests.support.shard.relay import Copies, serve
+from tests.support.shard.relay import serve
 from tests.support.shard.scheduled import Service, draw_ids, greedy
 from tests.support.shard.speculator_scene import Base, Recorder, check_outputs, make_requests, write_base
 from tests.support.shard.speculators import Heads, add_nan, remove, set_config, spoil
-from tests.support.shard.tuned import Tuned
-from tgis.prompts.lora_files import read_adapter_files
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.proposers.draft_head import DraftHeadProposer
 from tgis.shard.runner.proposers.graph_head_forward import GraphHeadForward
@@ -213,29 +212,7 @@ def test_ranks_propose_the_same(base: Base, states: States, kind: str, ranks: Ra
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_rows_with_adapters_and_soft_prompts(base: Base, states: States, kind: str, tmp_path: Path) -> None:
-    Tuned(base.directory, tmp_path / "adapter", 1, r=4, target_modules="all-linear")
-    tensors, scales = read_adapter_files(tmp_path / "adapter", 1 << 20)
-    copies = Copies(str(tmp_path / "shard")).put("adapter", tensors, {"scales": scales})
-    virtual = {"decoder": torch.randn(4, 64, generator=torch.Generator().manual_seed(1))}
-    copies = copies.put("prompt", virtual, {})
+    copies, options = write_adapters(base, tmp_path)
     heads, _ = make(kind, base, states)
-    options = {
-        "uds_path": copies.uds_path,
-        "adapter_cache": str(tmp_path),
-        "prefix_store_path": str(tmp_path),
-    }
     runner = load_runner(base, heads.write(tmp_path / "head"), **options)
-    for digest in copies.digests:
-        runner.adapters.load(digest)
-    plain, drafted = make_requests(), make_requests()
-    for requests in (plain, drafted):
-        for i, request in enumerate(requests):
-            request.adapter_digest = copies.digests[0] if i % 2 else ""
-            if i % 3 == 0:
-                request.prompt, request.prompt_digest = [0] * 4 + request.prompt, copies.digests[1]
-    Router(runner, 1).run([*plain])
-    runner.reset()
-    router = DraftingRouter(runner, 1.0, 1, left_to_shard=1.0)
-    router.run([*drafted])
-    assert [r.generated for r in drafted] == [r.generated for r in plain]
-    assert router.num_proposed > 50
+    check_adapted_outputs(runner, runner, copies)

@@ -10,18 +10,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.shard.adapted_drafts import check_adapted_outputs, write_adapters
 from tests.support.shard.checkpoints import write_model
-from tests.support.shard.drafting import DraftingRouter, draft_on_rank
+from tests.support.shard.drafting import draft_on_rank
 from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.family_cases.all import CASES as FAMILIES
 from tests.support.shard.messages import Steps, integers, open_row
 from tests.support.shard.ranks import Ranks
-from tests.support.shard.relay import Copies, serve
+from tests.support.shard.relay import serve
 from tests.support.shard.speculator_scene import (
+    HEADS,
     VOCAB_SIZE,
     Base,
     Recorder,
     check_outputs,
+    check_proposals,
     make_requests,
     write_base,
 )
@@ -34,8 +37,6 @@ from tests.support.shard.speculators import (
     set_config,
     spoil,
 )
-from tests.support.shard.tuned import Tuned
-from tgis.prompts.lora_files import read_adapter_files
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.proposers.graph_stages import GraphStages
@@ -50,9 +51,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
 
 
 MAKERS: dict[str, Callable[[Base], Heads]] = {
-    "mlp": lambda base: make_mlp(base.texts, VOCAB_SIZE),
-    "mlp_tied_scaled": lambda base: make_mlp(base.texts, VOCAB_SIZE, True, True, 4, prefix=""),
-    "medusa": lambda base: make_medusa(base.texts, VOCAB_SIZE),
+    **HEADS,
     "medusa_models_head": lambda base: make_medusa(base.texts, VOCAB_SIZE, head=read_head(base)),
     "medusa_vllm": lambda base: make_medusa(base.texts, VOCAB_SIZE, num_layers=1, is_vllm=True),
 }
@@ -85,11 +84,7 @@ def test_proposals_are_the_plain_models_and_outputs_do_not_change(
     stages = runner._speculator._run  # type: ignore[union-attr]
     assert stages.find_graph(1, 1) is not None, "proposals are replayed as kernel graphs"
     assert all(proposed or len(known) == 1 for known, proposed in recorder.proposed)
-    for known, proposed in recorder.proposed:
-        if not proposed:
-            continue
-        (text, *_) = (text for text in base.texts if text.token_ids[: len(known)] == known)
-        assert proposed == heads.propose(text.states[len(known) - 2], known[-1], len(proposed))
+    check_proposals(base, heads, recorder.proposed)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -266,26 +261,7 @@ def test_ranks_propose_the_same(base: Base, kind: str, ranks: Ranks, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_with_adapters_and_soft_prompts(base: Base, seed: int, tmp_path: Path) -> None:
-    Tuned(base.directory, tmp_path / "adapter", seed, r=4, target_modules="all-linear")
-    tensors, scales = read_adapter_files(tmp_path / "adapter", 1 << 20)
-    copies = Copies(str(tmp_path / "shard")).put("adapter", tensors, {"scales": scales})
-    virtual = {"decoder": torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))}
-    copies = copies.put("prompt", virtual, {})
-    heads = MAKERS["mlp"](base)
-    options = {"uds_path": copies.uds_path, "speculator": str(heads.write(tmp_path / "speculator"))}
-    options |= {"adapter_cache": str(tmp_path), "prefix_store_path": str(tmp_path)}
-    runner = load(configure(base.directory, **options))
-    for digest in copies.digests:
-        runner.adapters.load(digest)
-    plain, drafted = make_requests(), make_requests()
-    for requests in (plain, drafted):
-        for i, request in enumerate(requests):
-            request.adapter_digest = copies.digests[0] if i % 2 else ""
-            if i % 3 == 0:
-                request.prompt, request.prompt_digest = [0] * 4 + request.prompt, copies.digests[1]
-    Router(runner, seed).run([*plain])
-    runner.reset()
-    router = DraftingRouter(runner, 1.0, seed, left_to_shard=1.0)
-    router.run([*drafted])
-    assert [r.generated for r in drafted] == [r.generated for r in plain]
-    assert router.num_proposed > 50
+    copies, options = write_adapters(base, tmp_path, seed)
+    speculator = MAKERS["mlp"](base).write(tmp_path / "speculator")
+    runner = load(configure(base.directory, speculator=str(speculator), **options))
+    check_adapted_outputs(runner, runner, copies, seed)

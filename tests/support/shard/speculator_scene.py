@@ -1,7 +1,7 @@
 """A model with requests and their outputs, which speculators must not change."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from tests.support.shard.checkpoints import write_llama
 from tests.support.shard.drafting import DraftingRouter, Foreseen
 from tests.support.shard.driver import Request, Router, configure, prompts
 from tests.support.shard.messages import EVERY_PARAMETER, GREEDY, SAMPLE
-from tests.support.shard.speculators import Text, read_texts
+from tests.support.shard.speculators import Heads, Text, make_medusa, make_mlp, read_texts
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import Integers, TokenIds
@@ -28,6 +28,10 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 DETAILS: list[dict[str, Any]] = [{}, EVERYTHING, {**EVERYTHING, "raw": True}]
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
+
+
+Proposals = Sequence[tuple[list[int], list[int]]]
+"""Known tokens, and the proposed ones."""
 
 
 class Base(NamedTuple):
@@ -57,6 +61,22 @@ def write_base(directory: Path, on: Platform | None = None, **overrides: Any) ->
     requests: list[Request] = [*make_requests()]
     Router(load(configure(directory), on=on), 3).run(list(requests))
     return Base(directory, requests, read_texts(directory, [r.prompt + r.generated for r in requests]))
+
+
+HEADS: dict[str, Callable[[Base], Heads]] = {
+    "mlp": lambda base: make_mlp(base.texts, VOCAB_SIZE),
+    "mlp_tied_scaled": lambda base: make_mlp(base.texts, VOCAB_SIZE, True, True, 4, prefix=""),
+    "medusa": lambda base: make_medusa(base.texts, VOCAB_SIZE),
+}
+"""Speculators that keep no state of rows."""
+
+
+def check_proposals(base: Base, heads: Heads, proposals: Proposals) -> None:
+    """Check proposals for known tokens, which must begin one of the model's texts."""
+    for known, proposed in proposals:
+        if proposed:
+            (text, *_) = (text for text in base.texts if text.token_ids[: len(known)] == known)
+            assert proposed == heads.propose(text.states[len(known) - 2], known[-1], len(proposed))
 
 
 class Recorder:

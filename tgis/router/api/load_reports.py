@@ -34,7 +34,8 @@ class LoadReports:
         self._max_batch_size = max_batch_size
 
     async def read(self) -> OrcaLoadReport:
-        load, rates = await self._read_load(), await self._rates.read()
+        load = await self._read_load()
+        rates = await self._rates.read()
         num_requests = load.num_running + load.num_waiting
         return OrcaLoadReport(
             rps_fractional=rates.ended,

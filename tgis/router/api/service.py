@@ -176,7 +176,8 @@ class GenerationService:
     ) -> bytes:
         """Return the job's serialized answer. A `refusal` is the reason why the API cannot read the call.
         Raises RouterError."""
-        started_at, metrics = time.monotonic(), self._accounting.metrics
+        started_at = time.monotonic()
+        metrics = self._accounting.metrics
         metrics.tokenize_count.add()
         metrics.tokenize_input_count.add(amount=job.num_texts)
         with (
@@ -196,7 +197,8 @@ class GenerationService:
 
     def model_info(self, api: ApiRules, metadata: Metadata, refusal: str) -> ModelInfo:
         """Return facts about the model. Raises RequestError with a `refusal`."""
-        limits, accounting = self._validator.limits, self._accounting
+        limits = self._validator.limits
+        accounting = self._accounting
         method = "ModelInfo"
         with accounting.tracing.call(api, method, metadata), accounting.counting_refusals(method, api):
             if refusal:
@@ -210,7 +212,9 @@ class GenerationService:
         """Acquire a call's resources in the engine, validate the call, and release the resources at the
         end."""
         deadline = None if call.time_left_s is None else time.monotonic() + call.time_left_s
-        engine, validator, rules = self._engine, self._validator, self._rules_of(call.tenant)
+        engine = self._engine
+        validator = self._validator
+        rules = self._rules_of(call.tenant)
         name = CallName(call.tenant, call.client_id) if call.client_id else None
         limits = rules.limits(call.tenant)
         claim_id = await engine.acquire(validator.count_outputs(call), name=name, limits=limits)
@@ -247,12 +251,14 @@ class GenerationService:
                 yield outputs
 
     async def _generate(self, admitted: _Admitted, index: int, record: Record) -> Outputs:
-        engine, spec = self._engine, admitted.specs[index]
+        engine = self._engine
+        spec = admitted.specs[index]
         text = admitted.make_text()
         sequence_id = engine.open(admitted.claim_id, spec, text)
         arriving = engine.events(sequence_id)
         timer = _call_at(admitted.deadline, partial(engine.cancel, sequence_id))
-        num_generated, max_tokens = 0, _max_tokens(spec.details)
+        num_generated = 0
+        max_tokens = _max_tokens(spec.details)
         try:
             async for events in arriving:
                 if len(events) == 1 and isinstance(token := events[0], TokenDetail):  # the common case

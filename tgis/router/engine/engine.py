@@ -128,7 +128,8 @@ class Engine:
         self._residency.give_up()
 
     def _accept(self, live: LiveRequest) -> None:
-        sequence, deadline = live.sequence, live.sequence.stopping.deadline
+        sequence = live.sequence
+        deadline = live.sequence.stopping.deadline
         self._live[sequence] = live
         self._requests.created += 1
         self.scheduler.add(sequence)
@@ -202,7 +203,8 @@ class Engine:
             live.inputs.clear()
 
     def _take_tokens(self, sampled: Iterable[SampledToken]) -> None:
-        now, lives = time.monotonic(), self._live
+        now = time.monotonic()
+        lives = self._live
         # This has few keys, because most tokens of a step follow tokens of one earlier step.
         times_before: dict[float, int] = {}
         for sequence, token, ended in sampled:
@@ -221,7 +223,8 @@ class Engine:
             self._metrics.inter_token_duration.observe(now - before, times=num_tokens)
 
     def _deliver(self, live: LiveRequest, token: TokenDetail, ended: bool, now: float) -> None:
-        sequence, token_id = live.sequence, token.token_id
+        sequence = live.sequence
+        token_id = token.token_id
         num_generated = len(sequence.token_ids) - sequence.prompt_len
         reason = sequence.stopping.reason_at(num_generated, token_id, now)
         if live.sink is not None and live.sink.push(token_id, reason):

@@ -137,7 +137,8 @@ class LiveRequest:
     def deliver_encoder_inputs(self) -> None:
         """Deliver the encoder's input tokens if the client requested input tokens. The model does not predict
         them, so the shards have no details of them."""
-        sequence, details = self.sequence, self.sequence.details
+        sequence = self.sequence
+        details = self.sequence.details
         if details.input_tokens and sequence.encoder_token_ids and not sequence.num_inputs_reported:
             logprob = math.nan if details.logprobs else 0.0
             tokens = (TokenDetail(token_id, logprob) for token_id in sequence.encoder_token_ids)

@@ -56,7 +56,8 @@ class LocalEngine:
         return 0 if self._engine is None else self._engine.num_live
 
     async def start(self) -> None:
-        config, metrics = self._config, self._metrics
+        config = self._config
+        metrics = self._metrics
         info = await self._adapters.start()
         _check_capacity(config, info)
         budget = TokenBudget(config.max_step_tokens, config.decode_step_ms / 1000)

@@ -50,7 +50,8 @@ class StepMetrics:
     def answer(self, answer: StepAnswer) -> None:
         """Record the answer to the oldest step. The time of a step that was sent early starts when the shards
         answered the previous step."""
-        metrics, now = self._metrics, time.monotonic()
+        metrics = self._metrics
+        now = time.monotonic()
         sent_at, method, parts = self._sent.popleft()
         self._rate.add(len(answer.sampled), now)
         for each, _ in parts:
@@ -65,7 +66,8 @@ class StepMetrics:
                 metrics.accepted_by_position.add(str(position))
         if metrics.aliases is not None:
             metrics.aliases.observe_step(answer.num_tokens)
-        self._last_answer_at, self._last_method = now, method
+        self._last_answer_at = now
+        self._last_method = method
 
     def apply(self) -> None:
         """Record that the last answer has been applied."""

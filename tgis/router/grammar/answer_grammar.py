@@ -95,7 +95,8 @@ class _AnswerGrammar:
         numbers = range(len(rules.functions))
         first = "call"
         if rules.trigger is None and rules.begin:
-            begin, first = "", "first"
+            begin = ""
+            first = "first"
             self._lines.append(f"first: {' | '.join(f'first_{i}' for i in numbers)}")
         self._lines.append(f"calls: {optional} {trigger} rest")
         self._lines.append(f"rest: {begin} {first} {more} {end}")

@@ -149,7 +149,8 @@ class NotationWriter:
 
     def _add_any(self) -> None:
         """Write the rules of any value."""
-        constants, separator = _any_of(self._notation.constants), json.dumps(self._notation.separator)
+        constants = _any_of(self._notation.constants)
+        separator = json.dumps(self._notation.separator)
         member = f"NOTATION_KEY {json.dumps(self._notation.key_end)} any_value"
         self._add_line(_KEY)
         self._add_line(f"any_members: {member} ({separator} {member})*")

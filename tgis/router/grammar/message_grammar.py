@@ -60,7 +60,8 @@ class _MessageGrammar:
     def _call_rules(self) -> Iterator[str]:
         """Yield the rules of calls, whose function may be named after or before the channel."""
         assert self._calls is not None
-        channel, name = self._mark(self._messages.channel), self._messages.calls_channel
+        channel = self._mark(self._messages.channel)
+        name = self._messages.calls_channel
         rest = f'{self._mark(self._messages.constrain)}? "json" {self._mark(self._messages.message)}'
         for i, function in enumerate(self._calls.functions):
             after = f"{channel} {json.dumps(f'{name} {function.head} ')}"

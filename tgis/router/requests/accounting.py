@@ -158,7 +158,9 @@ class CallAccount:
         return event
 
     def _count(self, index: int, spec: SequenceSpec, last: Output) -> None:
-        metrics, timings, num_generated = self._metrics, last.timings, last.num_generated
+        metrics = self._metrics
+        timings = last.timings
+        num_generated = last.num_generated
         assert timings is not None, "the last output has timings"
         metrics.request_success.add(last.reason.name, self._kind)
         metrics.request_duration.observe(time.monotonic() - self._log.started_at)

@@ -31,7 +31,8 @@ class SpanExport:
 
     def __init__(self, endpoint: str, service_name: str, worker: int | None) -> None:
         """Create the exporter. The collector may start later. Raises StartupError for an invalid endpoint."""
-        url, resource = _url(endpoint), {"service.name": service_name, "service.version": __version__}
+        url = _url(endpoint)
+        resource = {"service.name": service_name, "service.version": __version__}
         if worker is not None:
             resource["service.instance.id"] = f"router-worker-{worker}"
         self._warnings = _ExportWarnings(url)

@@ -91,7 +91,8 @@ def check_parameters(
     limit starts here. Raises RequestError for the first broken rule. Rules that TGIS lacks come last."""
     deadline = time.monotonic() + params.time_limit_ms / 1000
     sampling = _check_sampling(params, api, limits)
-    max_allowed, min_new_tokens = limits.max_new_tokens_for(api), params.min_new_tokens
+    max_allowed = limits.max_new_tokens_for(api)
+    min_new_tokens = params.min_new_tokens
     max_new_tokens = params.max_new_tokens or api.default_max_new_tokens or max_allowed
     # Without a limit of the operator or the API, the room after the input shortens the answer.
     is_bounded = limits.max_new_tokens is not None or api.max_new_tokens is not None
@@ -179,10 +180,12 @@ class Validator:
     def _find_too_long(self, call: GenerationCall, spec: SequenceSpec) -> tuple[int, int]:
         """Return the index of the first text whose number of bytes proves that it is too long, and a lower
         bound of its tokens after truncation. If there is none, return the number of texts and 0."""
-        texts, bound = call.texts, self._tokenizer.max_bytes_per_token
+        texts = call.texts
+        bound = self._tokenizer.max_bytes_per_token
         if bound is None or call.inputs_are_ids:  # counting ids is as cheap as counting bytes
             return len(texts), 0
-        limit, minimum = self.limits.max_sequence_length, spec.stopping.min_new_tokens
+        limit = self.limits.max_sequence_length
+        minimum = spec.stopping.min_new_tokens
         room = limit - self._prefix_length(spec.adapters) - max(minimum, 1)
         room = min(room, self.limits.max_input_tokens or room)
         for i, text in enumerate(texts):
@@ -194,7 +197,9 @@ class Validator:
         return len(texts), 0
 
     def _complete(self, spec: SequenceSpec, ids: TokenIds, call: GenerationCall) -> SequenceSpec:
-        info, adapters, params = self._info(), spec.adapters, call.parameters
+        info = self._info()
+        adapters = spec.adapters
+        params = call.parameters
         num_before = adapters.num_encoder_tokens if info.is_encoder_decoder else adapters.num_decoder_tokens
         has_tokens = ids.num_tokens + num_before > 0
         _require(has_tokens, "tokenizer error the input has no tokens", parameter="text")
@@ -219,9 +224,11 @@ class Validator:
 
     def _check_length(self, num_inputs: int, shown: str, spec: SequenceSpec) -> int:
         """Return how many tokens fit after the input. Raises InputTooLongError if they are too few."""
-        limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(spec.adapters)
+        limit = self.limits.max_sequence_length
+        num_virtual = self._prefix_length(spec.adapters)
         sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
-        num_left, minimum = limit - num_inputs - num_virtual, spec.stopping.min_new_tokens
+        num_left = limit - num_inputs - num_virtual
+        minimum = spec.stopping.min_new_tokens
         if num_left <= 0:
             raise InputTooLongError(f"{sums} must be < {limit}", num_inputs)
         if minimum > num_left:

@@ -49,8 +49,8 @@ class Scheduler:
         """Create a scheduler without sequences. Sequences of more than `rope_switch_len` tokens are computed
         differently from their first token on; 0 means that the model has no such length. Without a
         `proposer`, there is no speculation. With `reserves_output`, a sequence takes the blocks for its
-        maximum length at admission, so that only a crash suspect can preempt it. If the
-        pool has states, the proposer leaves drafts to the shards, which roll the states back."""
+        maximum length at admission, so that only a crash suspect can preempt it. If the pool has states, the
+        proposer leaves drafts to the shards, which roll the states back."""
         self.pool = pool
         self._proposer = proposer
         self._rope_switch_len = rope_switch_len
@@ -94,7 +94,8 @@ class Scheduler:
         decodes = list(self._continue_decoding(max_prompt_tokens // 2))
         if self._proposer is not None:
             max_prompt_tokens -= sum(item.drafts.max_tokens for item in decodes)
-        num_running, newcomers = len(self.running), list[WorkItem]()
+        num_running = len(self.running)
+        newcomers = list[WorkItem]()
         may_admit = self.num_preemptions == num_preemptions  # otherwise there are too few blocks
         if may_admit and self.waiting.is_contended:
             # Short prompts of other tenants do not wait for a long one, which gets the other half.
@@ -242,7 +243,8 @@ class Scheduler:
         """Admit waiting sequences in the queue's order. A sequence that does not fit blocks those behind it,
         so that none starves. A sequence that waits for a sibling blocks none and keeps its place. With
         `must_fit`, only sequences are admitted whose prompt can be computed within the budget."""
-        waiting, is_held = self.waiting, partial(waits_for_sibling, self.pool)
+        waiting = self.waiting
+        is_held = partial(waits_for_sibling, self.pool)
         while budget > 0 and self.rows.num_free and (sequence := waiting.next(is_held)) is not None:
             work = self._admit(sequence, budget, is_alone, must_fit)
             if work is None:

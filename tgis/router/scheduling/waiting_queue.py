@@ -169,7 +169,8 @@ class WaitingQueue:
         if self._returned and sequence in self._returned:
             self._returned.remove(sequence)
         else:
-            priority, name = sequence.priority, sequence.cache_salt.tenant
+            priority = sequence.priority
+            name = sequence.cache_salt.tenant
             lane = self._lanes[priority]
             lane[name].remove(sequence)
             if not lane[name]:

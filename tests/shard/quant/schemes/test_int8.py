@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from tgis.shard.checkpoint.codes import Codes
 from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.registry import find_scheme
-from tgis.shard.quant.schemes.int8 import GROUP, LAYOUT, Rounded, round_weights
+from tgis.shard.quant.schemes.int8 import GROUP, LAYOUT, Rounded
+
+
+def round_weights(weights: torch.Tensor) -> Codes:
+    return Rounded(TensorInMemory(weights, "a weight")).codes()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (40, 127), (70, 128), (33, 1000)])

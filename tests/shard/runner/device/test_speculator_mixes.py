@@ -11,6 +11,7 @@ from tests.support.cuda.capturing_device import CapturingDevice
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
 from tests.support.cuda.queued_gloo import connect_queued
+from tests.support.shard.adapted_drafts import write_lora
 from tests.support.shard.draft_heads import States
 from tests.support.shard.drafting import DraftingRouter, Foreseen, run_on_rank
 from tests.support.shard.driver import Request, Router, configure
@@ -19,16 +20,13 @@ from tests.support.shard.portable import plain
 from tests.support.shard.ranks import ALONE, Ranks
 from tests.support.shard.relay import Copies
 from tests.support.shard.speculator_scene import (
-    VOCAB_SIZE,
+    HEADS,
     Base,
     Recorder,
     check_outputs,
     make_requests,
     write_base,
 )
-from tests.support.shard.speculators import make_mlp
-from tests.support.shard.tuned import Tuned
-from tgis.prompts.lora_files import read_adapter_files
 from tgis.shard.collectives import CPU, ProcessGroup
 from tgis.shard.kernels.cuda.attention import CudaAttention
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
@@ -55,7 +53,7 @@ def make_speculator(kind: str, base: Base, directory: Path) -> Path:
     if kind == "draft_model":
         return Path(shutil.copytree(base.directory, directory))
     if kind == "mlp":
-        return make_mlp(base.texts, VOCAB_SIZE).write(directory)
+        return HEADS["mlp"](base).write(directory)
     texts = [text.token_ids for text in base.texts]
     return make_eagle3(States.load(base.directory), texts, [1, 2, 3])[0].write(directory)
 
@@ -146,9 +144,7 @@ def draft_on_rank(
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
 def test_adapters_on_two_ranks(base: Base, kind: str, ranks: Ranks, tmp_path: Path) -> None:
     speculator = make_speculator(kind, base, tmp_path / "speculator")
-    Tuned(base.directory, tmp_path / "adapter", 1, r=4, target_modules="all-linear")
-    tensors, scales = read_adapter_files(tmp_path / "adapter", 1 << 20)
-    copies = Copies(str(tmp_path / "shard")).put("adapter", tensors, {"scales": scales})
+    copies = write_lora(base, tmp_path)
     requests, alone = make_requests()[:8], make_requests()[:8]
     for i, (request, other) in enumerate(zip(requests, alone, strict=True)):
         request.adapter_digest = other.adapter_digest = copies.digests[0] if i % 2 else ""

@@ -6,8 +6,9 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +21,11 @@ from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
 from tests.support.cuda.queued_gloo import connect_queued
 from tests.support.shard import other_device
+from tests.support.shard.adapted_drafts import check_adapted_outputs, write_adapters
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.draft_heads import States
 from tests.support.shard.draft_models import AlwaysDrafts, Oracle, SwitchedDrafts
-from tests.support.shard.drafting import DraftingRouter, Foreseen, run_on_rank
+from tests.support.shard.drafting import Foreseen, run_on_rank
 from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.eagle3_heads import make_eagle3
 from tests.support.shard.eagle_heads import make_eagle
@@ -33,20 +35,19 @@ from tests.support.shard.mtp_heads import write_mtp
 from tests.support.shard.pipelined import PipelinedService
 from tests.support.shard.portable import plain
 from tests.support.shard.ranks import ALONE, Ranks
-from tests.support.shard.relay import Copies
 from tests.support.shard.scheduled import draw_ids, greedy
 from tests.support.shard.speculator_scene import (
+    HEADS,
     VOCAB_SIZE,
     Base,
+    Proposals,
     Recorder,
     check_outputs,
+    check_proposals,
     make_requests,
     write_base,
 )
-from tests.support.shard.speculators import make_medusa, make_mlp
-from tests.support.shard.tuned import Tuned
 from tgis.pb import shard_pb2 as pb
-from tgis.prompts.lora_files import read_adapter_files
 from tgis.router.scheduling.proposers.shard_drafts import ShardDrafts
 from tgis.router.scheduling.step import Drafts
 from tgis.router.sequence import Sequence as Row
@@ -63,7 +64,6 @@ from tgis.shard.startup.load import load, prepare
 
 # Emulated kernels round sums of steps of different sizes differently.
 TOLERANCE = 1e-4
-Proposals = Sequence[tuple[list[int], list[int]]]
 
 
 class Speculating(NamedTuple):
@@ -82,20 +82,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
 
 
 def make_stateless(kind: str, base: Base, directory: Path) -> Speculating:
-    makers = {
-        "mlp": lambda: make_mlp(base.texts, VOCAB_SIZE),
-        "mlp_tied_scaled": lambda: make_mlp(base.texts, VOCAB_SIZE, True, True, 4, prefix=""),
-        "medusa": lambda: make_medusa(base.texts, VOCAB_SIZE),
-    }
-    heads = makers[kind]()
-
-    def check(proposals: Proposals) -> None:
-        for known, proposed in proposals:
-            texts = [text for text in base.texts if text.token_ids[: len(known)] == known]
-            if proposed and texts:
-                assert proposed == heads.propose(texts[0].states[len(known) - 2], known[-1], len(proposed))
-
-    return Speculating(heads.write(directory), check)
+    heads = HEADS[kind](base)
+    return Speculating(heads.write(directory), partial(check_proposals, base, heads))
 
 
 def make_head(kind: str, base: Base, directory: Path) -> Speculating:
@@ -116,7 +104,7 @@ def make_draft_model(_: str, base: Base, directory: Path) -> Speculating:
 
 
 MAKERS: dict[str, Callable[[str, Base, Path], Speculating]] = {
-    **dict.fromkeys(("mlp", "mlp_tied_scaled", "medusa"), make_stateless),
+    **dict.fromkeys(HEADS, make_stateless),
     **dict.fromkeys(("eagle3", "eagle"), make_head),
     "draft_model": make_draft_model,
 }
@@ -340,33 +328,10 @@ def test_nothing_is_left_on_the_host(base: Base, kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["mlp", "eagle3"])
 def test_rows_with_adapters_and_soft_prompts(base: Base, kind: str, tmp_path: Path) -> None:
     """Check rows with adapters in captured steps, and soft prompts."""
-    Tuned(base.directory, tmp_path / "adapter", 1, r=4, target_modules="all-linear")
-    tensors, scales = read_adapter_files(tmp_path / "adapter", 1 << 20)
-    copies = Copies(str(tmp_path / "shard")).put("adapter", tensors, {"scales": scales})
-    virtual = {"decoder": torch.randn(4, 64, generator=torch.Generator().manual_seed(1))}
-    copies = copies.put("prompt", virtual, {})
-    options = {
-        "uds_path": copies.uds_path,
-        "adapter_cache": str(tmp_path),
-        "prefix_store_path": str(tmp_path),
-    }
+    copies, options = write_adapters(base, tmp_path)
     host = load(configure(base.directory, **options), on=plain(CPU))
     runner = load_runner(base, make(kind, base, tmp_path).path, cuda_graphs="8", **options)
-    plain_requests, drafted = make_requests(), make_requests()
-    for requests in (plain_requests, drafted):
-        for i, request in enumerate(requests):
-            request.adapter_digest = copies.digests[0] if i % 2 else ""
-            if i % 3 == 0:
-                request.prompt, request.prompt_digest = [0] * 4 + request.prompt, copies.digests[1]
-    for each in (host, runner):
-        for digest in copies.digests:
-            each.adapters.load(digest)
-    Router(host, 1).run([*plain_requests])
-    runner.reset()
-    router = DraftingRouter(runner, 1.0, 1, left_to_shard=1.0)
-    router.run([*drafted])
-    assert [r.generated for r in drafted] == [r.generated for r in plain_requests]
-    assert router.num_proposed > 50
+    check_adapted_outputs(host, runner, copies)
 
 
 @pytest.mark.slow

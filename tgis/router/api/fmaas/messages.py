@@ -91,7 +91,8 @@ def _read_parameters(params: pb.Parameters, more: Mapping[str, Any]) -> Paramete
         params.response,
         params.decoding,
     )
-    penalty, include = decoding.length_penalty, stopping.include_stop_sequence
+    penalty = decoding.length_penalty
+    include = stopping.include_stop_sequence
     return Parameters(
         sample=params.method == pb.SAMPLE,
         temperature=sampling.temperature if sampling.HasField("temperature") else None,
@@ -188,7 +189,8 @@ class ResponseWriter:
         if isinstance(event, InputTokens):
             infos = self._token_infos(event.tokens, details)
             return pb.GenerationResponse(input_tokens=infos, input_token_count=len(infos))
-        text, is_last = event.text, event.reason is not _NOT_FINISHED
+        text = event.text
+        is_last = event.reason is not _NOT_FINISHED
         if not is_last and not details.generated_tokens:
             if not text:
                 return None

@@ -58,7 +58,8 @@ class GenerationServicer(GenerationServiceServicer):
         )
 
     async def ModelInfo(self, request: pb.ModelInfoRequest, context: Context) -> pb.ModelInfoResponse:
-        metadata, kinds = _metadata(context), pb.ModelInfoResponse
+        metadata = _metadata(context)
+        kinds = pb.ModelInfoResponse
         info = self._service.model_info(FMAAS, metadata.headers, metadata.refusal)
         return pb.ModelInfoResponse(
             model_kind=kinds.ENCODER_DECODER if info.is_encoder_decoder else kinds.DECODER_ONLY,

@@ -32,7 +32,8 @@ def drop_tracebacks(error: BaseException) -> None:
     """Remove the frames from `error`, its causes, its context and its group.
     Frames hold requests, texts and token ids, and some of asyncio's frames hold the error that refers to
     them. Only the garbage collector would free such a cycle, and it rarely examines old objects."""
-    errors, seen = [error], {id(error)}
+    errors = [error]
+    seen = {id(error)}
     for each in errors:
         each.__traceback__ = None
         group = each.exceptions if isinstance(each, BaseExceptionGroup) else ()

@@ -19,7 +19,8 @@ MIN_PING_S = 10
 
 
 def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
-    metadata, streams = config.max_metadata_bytes, max(MAX_STREAMS, 2 * config.max_concurrent_requests)
+    metadata = config.max_metadata_bytes
+    streams = max(MAX_STREAMS, 2 * config.max_concurrent_requests)
     answer_ms = _to_ms(config.keepalive_time / 3)
     options = [
         # A second server on the port must fail. If workers share the port, the launcher keeps it for them.

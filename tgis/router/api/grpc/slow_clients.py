@@ -30,7 +30,8 @@ class SlowClients:
 
     async def send(self, responses: AsyncGenerator[Any, None], context: Context) -> None:
         """Write all responses. Throw SlowClientError into `responses` if the client does not read."""
-        task, has_begun = self._current_task(), False
+        task = self._current_task()
+        has_begun = False
         async for response in responses:
             self._since[task] = time.monotonic()
             try:

@@ -70,7 +70,8 @@ async def read_body(request: Request) -> bytes:
     # The parser has checked that the header is a number.
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise PayloadTooLargeError(max_bytes)
-    parts, num_bytes = [], 0
+    parts = []
+    num_bytes = 0
     async for part in request.stream():
         num_bytes += len(part)
         if num_bytes > max_bytes:

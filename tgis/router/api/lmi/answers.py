@@ -51,7 +51,8 @@ class AnswerWriter:
         return details
 
     async def _details(self, result: Result) -> LmiDetails:
-        last, encoder = _last(result), self.encoder
+        last = _last(result)
+        encoder = self.encoder
         details = LmiDetails(
             finish_reason=finish_reason(last),
             generated_tokens=last.num_generated,
@@ -89,7 +90,8 @@ class _TokenWriter:
         )
 
     def _push(self, detail: TokenDetail) -> list[ShownToken]:
-        texts, number = self._result.texts, self._num_written
+        texts = self._result.texts
+        number = self._num_written
         self._num_written += 1
         if self._num_written < len(self._result.tokens):
             return [*self._tokens.push(detail, texts[number])]

@@ -117,7 +117,8 @@ class Invocations:
 
     def _read(self, body: LmiRequest, adapter: str | None, method: str) -> LmiJob:
         """Read a request with inputs. Raises RequestError."""
-        parts, fields = self._parts, body.parameters or LmiParameters()
+        parts = self._parts
+        fields = body.parameters or LmiParameters()
         if len(body.texts) > (maximum := parts.limits.max_inputs):
             raise RequestError(f"inputs must be at most {maximum} texts", "inputs")
         if body.stream and len(body.texts) > 1:

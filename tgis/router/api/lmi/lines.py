@@ -39,7 +39,8 @@ class LineWriter:
             certain = self._lines(self._push(output.tokens, output.texts))
             return b"".join(map(self._form.encode_line, certain))
         assert output.tokens, "only a time limit of the request ends a text between tokens"
-        text, is_end = "".join(self._shown), output.reason is StopReason.EOS_TOKEN
+        text = "".join(self._shown)
+        is_end = output.reason is StopReason.EOS_TOKEN
         *others, end = output.tokens
         shown = [*self._push(others, output.texts), *self._tokens.finish(end, text, is_end)]
         *lines, last = self._lines(shown)

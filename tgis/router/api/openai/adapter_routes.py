@@ -56,7 +56,8 @@ class AdapterRoutes:
 
     async def load(self, request: Request) -> Response:
         body = await self._read(_load_decoder, request)
-        name, adapter_id = body.lora_name, await self._adapter_id(body.lora_path)
+        name = body.lora_name
+        adapter_id = await self._adapter_id(body.lora_path)
         self._check_name(name)
         with _translated(NAME):
             check_new_name(await self._models.given_names(), name, bool(body.load_inplace))

@@ -46,7 +46,9 @@ def openai_api(parts: ServiceParts, chats: ChatApi) -> HttpApi:
 
 
 def _routes(parts: ServiceParts, chats: ChatApi) -> list[Route]:
-    tokens, adapters, models = TokenRoutes(parts), AdapterRoutes(parts), _models(parts, chats)
+    tokens = TokenRoutes(parts)
+    adapters = AdapterRoutes(parts)
+    models = _models(parts, chats)
     return [
         Route("/v1/chat/completions", chats.answer_chat, methods=["POST"]),
         Route("/v1/completions", chats.answer_completion, methods=["POST"]),

@@ -75,7 +75,8 @@ class TokenRoutes:
         refuse_fields(body)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "one of prompt and messages must be given", "prompt")
-        adds, text = body.add_special_tokens, body.prompt
+        adds = body.add_special_tokens
+        text = body.prompt
         if body.messages is not None:
             text = await render_chat(body.messages, body, self._parts.renderer, request.state.call)
         assert text is not None, "a prompt or messages are there"

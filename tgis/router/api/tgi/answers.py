@@ -86,7 +86,8 @@ def _last(result: Result) -> Output:
 
 
 async def _describe(job: GenerateJob, result: Result, encoder: SlicedEncoder) -> BestOfSequence:
-    last, parameters = _last(result), job.call.parameters
+    last = _last(result)
+    parameters = job.call.parameters
     writer = _TokensWriter(job.forms, result)
     tokens: Tokens = await encoder.tokens(result.tokens, writer.write)
     top: TopTokens | UnsetType = UNSET

@@ -30,7 +30,8 @@ class EventWriter:
         if output.reason is _NOT_FINISHED:
             return b"".join(map(_frame, self._events(self._push(output.tokens))))
         assert output.tokens, "only a time limit ends a text between tokens"
-        text, is_end = "".join(self._text), output.reason is StopReason.EOS_TOKEN
+        text = "".join(self._text)
+        is_end = output.reason is StopReason.EOS_TOKEN
         *others, end = output.tokens
         *events, last = self._events([*self._push(others), *self._texts.finish(end, text, is_end)])
         last.generated_text = self._job.echo + text

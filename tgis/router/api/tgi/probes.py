@@ -50,7 +50,8 @@ class Probes:
 
 
 def _describe(parts: ServiceParts) -> Info:
-    limits, folder = parts.limits, Path(parts.config.tokenizer_path).name
+    limits = parts.limits
+    folder = Path(parts.config.tokenizer_path).name
     return Info(
         model_id=parts.models.names[0],
         model_sha=folder if _COMMIT.fullmatch(folder) else None,  # the hub's cache names them by commit

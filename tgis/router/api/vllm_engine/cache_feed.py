@@ -195,7 +195,8 @@ class CacheFeeds:
             self._watch(self._apply)
 
     def _end_watch(self) -> None:
-        self._is_watching, self._end = False, None
+        self._is_watching = False
+        self._end = None
         self._watch(None)
         self._blocks.clear()
 

@@ -21,7 +21,8 @@ def find_model(config: RouterConfig) -> Path:
 def read_model_info(parts: ServiceParts, default_sampling: Mapping[str, float]) -> pb.GetModelInfoResponse:
     """Return the facts about the model, with the sampling of requests that set none. Raises
     ModelNotFoundError."""
-    info, config = parts.service.engine_info, parts.config
+    info = parts.service.engine_info
+    config = parts.config
     facts = read_json(find_model(config), "config.json")
     names = facts.get("architectures")
     eos = sorted(info.eos_token_ids | parts.tokenizer.eos_token_ids)

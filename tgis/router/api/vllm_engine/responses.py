@@ -75,7 +75,8 @@ class GenerateWriter:
         return FINISH_REASONS.get(last.reason, "length")
 
     def _output_logprobs(self, tokens: Iterable[TokenDetail]) -> pb.OutputLogProbs:
-        logprobs, count = pb.OutputLogProbs(), self._counts.output
+        logprobs = pb.OutputLogProbs()
+        count = self._counts.output
         for token in tokens:
             logprobs.token_ids.append(token.token_id)
             logprobs.token_logprobs.append(token.logprob)
@@ -85,7 +86,8 @@ class GenerateWriter:
 
     def _input_logprobs(self, tokens: Sequence[TokenDetail]) -> pb.InputLogProbs:
         """Return the logprobs of the prompt. Its first token has none."""
-        logprobs, count = pb.InputLogProbs(), self._counts.prompt
+        logprobs = pb.InputLogProbs()
+        count = self._counts.prompt
         for position, token in enumerate(tokens):
             logprobs.token_ids.append(token.token_id)
             logprobs.token_logprobs.add(value=token.logprob if position else None)

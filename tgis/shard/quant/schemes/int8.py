@@ -48,8 +48,3 @@ class Rounded:
 
     def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
         return self._rounder.round_to_integers(self._stored.read(rows, columns), LAYOUT)
-
-
-def round_weights(weights: Tensor) -> Codes:
-    """Round float weights [num_rows, num_columns]."""
-    return PORTABLE.round_to_integers(weights, LAYOUT)

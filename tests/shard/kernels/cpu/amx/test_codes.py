@@ -27,6 +27,7 @@ from tgis.shard.kernels.cpu.codes.tiles import self_check
 from tgis.shard.kernels.cpu.codes.tiles.chains import FEW_ROWS
 from tgis.shard.kernels.cpu.codes.tiles.pairs import find_pair_order
 from tgis.shard.kernels.cpu.gemm import panels
+from tgis.shard.kernels.cpu.jit.compiler import capture
 
 pytestmark = pytest.mark.skipif(panels.PANEL != 32, reason="processors with AMX have AVX-512")
 
@@ -171,6 +172,38 @@ def test_nothing_else_is_read_or_written(
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_a_captured_product_reads_the_current_x(by_bits: Kernels, num_rows: int) -> None:
     check_replay(pack(draw(MIXED["4 bits, zeros"], 70), by_bits), torch.randn(num_rows, 257))
+
+
+@pytest.mark.parametrize(
+    ("names", "num_rounds"),
+    [
+        (["Q4_0", "Q4_1", "Q4_K"], 1),
+        (["Q8_0", "Q4_0", "Q4_1"], 2),  # pairs of 4-bit codes have an order of their own
+        (["Q5_0", "Q6_K", "Q8_0"], 3),  # the second has smaller groups
+    ],
+)
+def test_joined_products_round_rows_once(names: list[str], num_rounds: int) -> None:
+    if not tiles.KERNELS_ON_TILES or permission.ask() is not None:
+        pytest.skip("there is no AMX, or the system does not permit it")
+    products = []
+    for name in names:
+        packer = product.find_packer(CODINGS[name].layout, False, tiles.KERNELS_ON_TILES)
+        assert packer is not None
+        products.append(packer(make_tensor(name)[0]))
+    joined = product.JoinedProduct(products)
+    for num_rows in (9, 64, 97):
+        x = torch.randn(num_rows, NUM_COLUMNS)
+        assert torch.equal(joined(x), torch.cat([each(x) for each in products], 1))
+    with capture(torch.empty) as launches:
+        joined(x)
+    assert len(launches) == num_rounds + len(products)
+
+
+def test_matrices_with_orders_of_their_own_are_rounded_alone(by_bits: Kernels) -> None:
+    case = CASES["4 bits, groups of all sizes"]
+    products, x = [pack(draw(case, 70), by_bits) for _ in range(2)], torch.randn(97, case.num_columns)
+    expected = torch.cat([multiply(x) for multiply in products], 1)
+    assert torch.equal(product.JoinedProduct(products)(x), expected)
 
 
 @pytest.mark.parametrize("name", MIXED)

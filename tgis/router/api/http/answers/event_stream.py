@@ -79,13 +79,15 @@ class EventStream(Response):
 async def _unsilenced(send: Send, silence_s: float) -> AsyncIterator[Send]:
     """Yield a function that sends like `send`. After its first message, comments fill the pauses between
     messages. If the client does not read a comment, the next message raises the error."""
-    is_sending, sent_at = True, time.monotonic()
+    is_sending = True
+    sent_at = time.monotonic()
 
     async def heard(message: Message) -> None:
         nonlocal is_sending, sent_at
         is_sending = True
         await send(message)
-        is_sending, sent_at = False, time.monotonic()
+        is_sending = False
+        sent_at = time.monotonic()
 
     async def comment() -> None:
         nonlocal sent_at

@@ -50,7 +50,8 @@ class SlicedEncoder:
                 num_bytes += len(joined[-1])
                 if num_bytes >= PART_BYTES:
                     yield b"".join(joined)
-                    joined, num_bytes = [], 0
+                    joined = []
+                    num_bytes = 0
         if joined:
             yield b"".join(joined)
 

@@ -49,7 +49,8 @@ def _decode(data: bytes) -> str:
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield each entry's first line number and its text, with continued lines joined."""
-    first, joined = 0, ""
+    first = 0
+    joined = ""
     for number, line in enumerate(_LINE_ENDS.split(text), 1):
         line = line.lstrip(BLANKS)
         if not joined and (not line or line[0] in "#!"):

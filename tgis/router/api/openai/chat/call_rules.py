@@ -68,7 +68,8 @@ def _after_trigger(parts: tuple[str, ...]) -> str:
 
 
 def _rule(tool_format: ToolFormat, function: Function, head: str) -> CallRule:
-    tail, name = "".join(tool_format.call[1]), function.name
+    tail = "".join(tool_format.call[1])
+    name = function.name
     tags = notation = None
     match tool_format.body:
         case JsonCall(name_key, arguments_key):

@@ -95,7 +95,8 @@ class ChatChunkWriter:
 
     def _write_in_full(self, index: int, output: Output) -> bytes:
         """Return chunks of any kind. The first chunk has the details of all tokens."""
-        body, reader = self._body, None if self._readers is None else self._readers[index]
+        body = self._body
+        reader = None if self._readers is None else self._readers[index]
         choices = [ChunkChoice(index, delta) for delta in _deltas(output, reader)]
         tokens = output.tokens
         if not choices and tokens and (body.logprobs or body.return_token_ids):

@@ -118,7 +118,8 @@ class ChatCompletions:
         body = job.body
         results = await self._parts.service.generate(job.call)
         names = TokenNames(self._parts.vocabulary, bool(body.return_tokens_as_token_ids))
-        first, num_top = results[0], body.prompt_logprobs
+        first = results[0]
+        num_top = body.prompt_logprobs
         encoder = LogprobsEncoder(self._parts.encoding_turn)
         assert first.last is not None, "a generation ends with an output"
         answers = [read_answer(result, job.form) for result in results]

@@ -83,7 +83,8 @@ def _template_tools(tools: list[Tool] | None, renderer: ChatRenderer) -> list[di
 
 def _variables(fields: ChatFields, renderer: ChatRenderer) -> dict[str, Any] | None:
     """Return further variables for the template."""
-    effort, variables = fields.reasoning_effort, fields.chat_template_kwargs
+    effort = fields.reasoning_effort
+    variables = fields.chat_template_kwargs
     if effort is None:
         return variables
     if renderer.reads(EFFORT):
@@ -94,7 +95,8 @@ def _variables(fields: ChatFields, renderer: ChatRenderer) -> dict[str, Any] | N
 
 
 def _template_message(message: Message, index: int, renderer: ChatRenderer) -> dict[str, Any]:
-    where, role = f"messages[{index}]", message.role
+    where = f"messages[{index}]"
+    role = message.role
     if role not in ROLES:
         raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
     if role == "developer" and not renderer.takes_developer_role:

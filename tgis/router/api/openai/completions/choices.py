@@ -62,7 +62,10 @@ async def describe_prompt(
     job: CompletionJob, index: int, spec: SequenceSpec, tokens: Sequence[TokenDetail]
 ) -> PromptPart:
     await asyncio.sleep(0)  # let other requests run between many prompts
-    body, echo, logprobs, details = job.body, job.echo(index, spec), [], None
+    body = job.body
+    echo = job.echo(index, spec)
+    logprobs = []
+    details = None
     if body.echo and body.logprobs is not None:
         # A tokenizer may add a space before a text. The space is in the tokens' text but not in the client's.
         start = len(echo) - len(spell_text(job.vocabulary, spec.input_ids))
@@ -76,7 +79,8 @@ async def describe_prompt(
 async def write_choices(job: CompletionJob, results: list[Result]) -> tuple[list[CompletionChoice], Usage]:
     """Return the choices of all prompts and the usage. If more than `n` texts per prompt were generated, the
     best `n` are chosen."""
-    num_each, n = job.call.parameters.n, job.body.n or 1
+    num_each = job.call.parameters.n
+    n = job.body.n or 1
     choices: list[CompletionChoice] = []
     for index, start in enumerate(range(0, len(results), num_each)):
         siblings = results[start : start + num_each]
@@ -104,7 +108,8 @@ def _last(result: Result) -> Output:
 
 
 async def _choice(job: CompletionJob, index: int, prompt: PromptPart, result: Result) -> CompletionChoice:
-    body, last = job.body, _last(result)
+    body = job.body
+    last = _last(result)
     tokens = [] if job.is_scored_only else result.tokens
     logprobs = None
     if body.logprobs is not None:

@@ -25,7 +25,8 @@ class ChunkWriter:
         self._job = job
         self._specs = specs
         self._n = job.call.parameters.n
-        body, options = job.body, job.body.stream_options
+        body = job.body
+        options = job.body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         self._has_counts = options is not None and bool(options.continuous_usage_stats)
         self._writers: dict[int, CompletionLogprobsWriter] = {}
@@ -76,7 +77,9 @@ class ChunkWriter:
             yield encode_event(msgspec.structs.replace(self._job.header, usage=usage))
 
     def _first(self, index: int, prompt: PromptPart) -> Iterator[bytes]:
-        body, spec, self._waits[index] = self._job.body, self._specs[index], False
+        body = self._job.body
+        spec = self._specs[index]
+        self._waits[index] = False
         logprobs = None
         if body.logprobs is not None:
             writer = CompletionLogprobsWriter(self._job.names, body.logprobs, len(prompt.echo))
@@ -96,7 +99,8 @@ class ChunkWriter:
             yield from self._write(index, output)
 
     def _write(self, index: int, output: Output) -> Iterator[bytes]:
-        job, reason = self._job, finish_reason(output)
+        job = self._job
+        reason = finish_reason(output)
         if job.is_scored_only:
             if reason is not None:
                 self._num_cached[index] = output.num_cached

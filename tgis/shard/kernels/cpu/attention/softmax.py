@@ -2,6 +2,7 @@
 2018), vectorised by hand so that every row has the same arithmetic. Rows that attend to all keys of a span
 use code without masks, which gives the same bits: masked keys only add zeros."""
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ def _write_weights(b: Any, tile: "_ScoreTile", rows: Any) -> None:
 
 
 class _ScoreTile(NamedTuple):
-    """Arguments of `update_softmax` and `update_masked_softmax`."""
+    """Arguments of `update_softmax` and `update_block_softmax` in one branch of their code."""
 
     scores: Any
     maxima: Any
@@ -119,72 +120,49 @@ class _ScoreTile(NamedTuple):
     element: Any
 
 
-def _update_tile(b: Any, tile: _ScoreTile, rows: Any) -> None:
-    for_rows(b, rows, lambda num_rows: _update_maxima(b, tile, num_rows))
-    _write_weights(b, tile, rows)
-
-
-def _update_block(b: Any, tile: _ScoreTile, rows: Any) -> None:
-    """Do the same for up to LANES rows. The maxima of rows after the last one are arbitrary."""
-    half = I64(LANES // 2)
-    with b.if_else(b.icmp_signed("<=", rows, half)) as (few, many):
-        for branch, height in ((few, LANES // 2), (many, LANES)):
-            with branch:
-                _update_maxima(b, tile, height)
-    _write_weights(b, tile, rows)
+def _for_masks(b: Any, num_groups: Any, bounds: Any, build: Callable[[int, Any], None]) -> None:
+    """Emit a branch over `bounds`. Each side calls build(number of groups, `bounds` or None)."""
+    with b.if_else(b.icmp_unsigned("==", bounds, I64(0))) as (all_keys, some_keys):
+        with all_keys:
+            build(GROUPS, None)
+        with some_keys:
+            for_groups(b, num_groups, lambda groups: build(groups, bounds))
 
 
 @llvm_function()
 def update_softmax(
-    b: Any, rows: Any, scores: Any, maxima: Any, updates: Any, sums: Any, length: Any, element: Any
+    b: Any,
+    rows: Any,
+    num_groups: Any,
+    scores: Any,
+    maxima: Any,
+    updates: Any,
+    sums: Any,
+    length: Any,
+    bounds: Any,
+    element: Any,
 ) -> None:
     """Convert the scores of a tile, [rows, SPAN], to softmax weights in place. Update the rows' running
-    maxima and sums of weights. All rows attend to all keys.
+    maxima and sums of weights.
 
     Weights are exponentials relative to the new maximum. rows: one of TILES. scores, maxima, updates, sums:
     addresses. A row has `length` sums in whole vectors; the last vector sums the weights by lane. `updates`
     receives two vectors: the maxima, and the factors by which the caller must multiply the other sums.
-    element: a value of the weights' type (see `operands`)."""
-    prefer_512_bits(b)
-    _update_tile(b, _ScoreTile(scores, maxima, updates, sums, length, None, GROUPS, element), rows)
-
-
-@llvm_function()
-def update_masked_softmax(
-    b: Any,
-    rows: Any,
-    num_groups: Any,
-    scores: Any,
-    maxima: Any,
-    updates: Any,
-    sums: Any,
-    length: Any,
-    bounds: Any,
-    element: Any,
-) -> None:
-    """Do the same as `update_softmax` for rows that attend to some of the keys. The other keys get weight 0.
-    bounds: address of int32 [rows, 2], begin and end of each row's keys. num_groups: GROUPS, or half of it if
-    no row attends to later keys, whose scores are not read."""
+    bounds: address of int32 [rows, 2], begin and end of each row's keys, or 0 if all rows attend to all keys.
+    Other keys get weight 0. num_groups: GROUPS, or with bounds half of it if no row attends to later keys,
+    whose scores are not read. element: a value of the weights' type (see `operands`)."""
     prefer_512_bits(b)
 
-    def build(groups: int) -> None:
-        _update_tile(b, _ScoreTile(scores, maxima, updates, sums, length, bounds, groups, element), rows)
+    def build(groups: int, bounds: Any) -> None:
+        tile = _ScoreTile(scores, maxima, updates, sums, length, bounds, groups, element)
+        for_rows(b, rows, lambda num_rows: _update_maxima(b, tile, num_rows))
+        _write_weights(b, tile, rows)
 
-    for_groups(b, num_groups, build)
+    _for_masks(b, num_groups, bounds, build)
 
 
 @llvm_function()
 def update_block_softmax(
-    b: Any, rows: Any, scores: Any, maxima: Any, updates: Any, sums: Any, length: Any, element: Any
-) -> None:
-    """Do the same as `update_softmax` for 1 to LANES rows. Scores of LANES rows are read, but weights and
-    sums of `rows` rows are written."""
-    prefer_512_bits(b)
-    _update_block(b, _ScoreTile(scores, maxima, updates, sums, length, None, GROUPS, element), rows)
-
-
-@llvm_function()
-def update_masked_block_softmax(
     b: Any,
     rows: Any,
     num_groups: Any,
@@ -196,13 +174,20 @@ def update_masked_block_softmax(
     bounds: Any,
     element: Any,
 ) -> None:
-    """Do the same as `update_masked_softmax` for 1 to LANES rows. See `update_block_softmax`."""
+    """Do the same as `update_softmax` for 1 to LANES rows. Scores of LANES rows are read, but weights and
+    sums of `rows` rows are written. The maxima of rows after the last one are arbitrary."""
     prefer_512_bits(b)
 
-    def build(groups: int) -> None:
-        _update_block(b, _ScoreTile(scores, maxima, updates, sums, length, bounds, groups, element), rows)
+    def build(groups: int, bounds: Any) -> None:
+        tile = _ScoreTile(scores, maxima, updates, sums, length, bounds, groups, element)
+        half = I64(LANES // 2)
+        with b.if_else(b.icmp_signed("<=", rows, half)) as (few, many):
+            for branch, height in ((few, LANES // 2), (many, LANES)):
+                with branch:
+                    _update_maxima(b, tile, height)
+        _write_weights(b, tile, rows)
 
-    for_groups(b, num_groups, build)
+    _for_masks(b, num_groups, bounds, build)
 
 
 @llvm_function()

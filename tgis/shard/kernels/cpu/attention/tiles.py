@@ -33,7 +33,6 @@ from tgis.shard.kernels.cpu.attention.segments import (
 )
 from tgis.shard.kernels.cpu.attention.softmax import (
     sum_lanes,
-    update_masked_softmax,
     update_softmax,
 )
 from tgis.shard.kernels.cpu.attention.widening import is_converted, widen_span
@@ -312,13 +311,11 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
     if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
         adjust_rows(r, rows, span, u, scoring, s)
     maxima, sums = s.maxima + 4 * r, s.sums + 4 * s.length * r
-    if find_end(first, u, scoring) - span >= SPAN and find_first_key(last, scoring) <= span:
-        update_softmax(rows, s.scores, maxima, s.updates, sums, s.length, s.factor)
-    else:
+    is_masked = find_end(first, u, scoring) - span < SPAN or find_first_key(last, scoring) > span
+    if is_masked:
         write_bounds(r, rows, span, u, scoring, s)
-        update_masked_softmax(
-            rows, num_groups, s.scores, maxima, s.updates, sums, s.length, s.bounds, s.factor
-        )
+    bounds = s.bounds if is_masked else 0
+    update_softmax(rows, num_groups, s.scores, maxima, s.updates, sums, s.length, bounds, s.factor)
     if s.scales:
         multiply_columns(rows, num_groups, s.scores, s.scales + 4 * SPAN)
     _add_values(rows, num_keys, sums, in_place, p, s, element)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -103,29 +103,36 @@ class CodeProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = empty(len(x), self.out_features)
-        self.multiply(x, y, 0)
+        self.multiply(x, y, 0, self.round(x))
         return y
 
-    def multiply(self, x: Tensor, y: Tensor, first: int) -> None:
-        """Write the product to columns of y, [num_tokens, any], beginning with column `first`."""
+    def multiply(self, x: Tensor, y: Tensor, first: int, rounded: Tensor | None) -> None:
+        """Write the product to columns of y, [num_tokens, any], beginning with column `first`. `rounded` is
+        the result of `round`."""
         check_rows(x, self.in_features)
         num_rows, pitch = y.shape
         if num_rows:
             run = choose_run(self.kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
             addresses = (x.data_ptr(), y.data_ptr() + 4 * first)
-            matrix = self._describe()
-            rounded = self._round(x, matrix)
             size = (num_rows, self.in_features, torch.get_num_threads())
-            run(*size, *addresses, pitch, *matrix, _address(rounded))
+            run(*size, *addresses, pitch, *self._describe(), _address(rounded))
 
-    def _round(self, x: Tensor, matrix: tuple[int, ...]) -> Tensor | None:
+    def round(self, x: Tensor) -> Tensor | None:
         """Return the rows as the kernel reads them, or None if its threads round them."""
         if self.round_rows is None or len(x) < _MIN_SHARED_ROWS:
             return None
+        check_rows(x, self.in_features)
         num_bytes = count_rounded_bytes(len(x), self.pieces.count, self.pieces.units)
         rounded = empty(num_bytes // 4)
-        self.round_rows.parallel(len(x), self.in_features, x.data_ptr(), rounded.data_ptr(), *matrix)
+        addresses = (x.data_ptr(), rounded.data_ptr())
+        self.round_rows.parallel(len(x), self.in_features, *addresses, *self._describe())
         return rounded
+
+    def rounds_like(self, other: "CodeProduct") -> bool:
+        """Return True if `round` returns the same as that of another product."""
+        if self.round_rows is not other.round_rows or self.pieces != other.pieces:
+            return False
+        return self.order is other.order is None
 
     @property
     def width(self) -> int:
@@ -157,17 +164,22 @@ class CodeProduct:
 
 
 class JoinedProduct:
-    """Product with the concatenated rows of several matrices."""
+    """Product with the concatenated rows of several matrices. Adjacent matrices share rounded rows of x if
+    they read them in the same form."""
 
     def __init__(self, products: Sequence[CodeProduct]):
         ends = [*accumulate(product.out_features for product in products)]
-        self._parts = list(zip(products, [0, *ends], strict=False))
+        rounds = [True, *(not each.rounds_like(before) for before, each in pairwise(products))]
+        self._parts = list(zip(products, [0, *ends[:-1]], rounds, strict=True))
         self._out_features = ends[-1]
 
     def __call__(self, x: Tensor) -> Tensor:
         y = empty(len(x), self._out_features)
-        for product, first in self._parts:
-            product.multiply(x, y, first)
+        rounded = None
+        for product, first, rounds in self._parts:
+            if rounds:
+                rounded = product.round(x)
+            product.multiply(x, y, first, rounded)
         return y
 
 

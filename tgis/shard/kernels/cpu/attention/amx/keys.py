@@ -31,8 +31,6 @@ from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN
 from tgis.shard.kernels.cpu.attention.segments import find_first_key
 from tgis.shard.kernels.cpu.attention.softmax import (
     update_block_softmax,
-    update_masked_block_softmax,
-    update_masked_softmax,
     update_softmax,
 )
 from tgis.shard.kernels.cpu.attention.tiles import (
@@ -146,11 +144,8 @@ def _attend_block(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s:
     maxima, sums = s.maxima + 4 * r, s.sums + 4 * s.length * r
     if is_masked:
         write_bounds(r, TILE_ROWS, span, u, scoring, s)
-        update_masked_block_softmax(
-            rows, num_groups, s.scores, maxima, s.updates, sums, s.length, s.bounds, s.factor
-        )
-    else:
-        update_block_softmax(rows, s.scores, maxima, s.updates, sums, s.length, s.factor)
+    bounds = s.bounds if is_masked else 0
+    update_block_softmax(rows, num_groups, s.scores, maxima, s.updates, sums, s.length, bounds, s.factor)
     _prefetch_keys(2, r, p, s)
     _multiply_values(num_groups * LANES // DEPTH, p, s, memory)
     _prefetch_keys(3, r, p, s)
@@ -177,13 +172,11 @@ def _attend_few_rows(span: int, rows: int, u: Any, p: Any, scoring: Any, s: Any,
     multiply_few_queries(rows, num_groups, s.scores, memory.values, num_pairs, s.places, stride)
     if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
         adjust_rows(0, rows, span, u, scoring, s)
-    if find_end(u.position, u, scoring) - span < SPAN or find_first_key(last, scoring) > span:
+    is_masked = find_end(u.position, u, scoring) - span < SPAN or find_first_key(last, scoring) > span
+    if is_masked:
         write_bounds(0, rows, span, u, scoring, s)
-        update_masked_softmax(
-            rows, num_groups, s.scores, s.maxima, s.updates, s.sums, s.length, s.bounds, s.factor
-        )
-    else:
-        update_softmax(rows, s.scores, s.maxima, s.updates, s.sums, s.length, s.factor)
+    bounds = s.bounds if is_masked else 0
+    update_softmax(rows, num_groups, s.scores, s.maxima, s.updates, s.sums, s.length, bounds, s.factor)
     _split_rows(rows, memory.out, s.scores, 4 * SPAN, SPAN // pairs.COLUMNS)
     length, factors, places = 4 * s.length, s.updates + 4 * LANES, s.places + 16 * GROUPS
     args = (factors, memory.out, places)
