@@ -4,16 +4,16 @@ from typing import Any
 
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.sampling_fields import SamplingFields
-from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
+from tgis.router.requests.parameters import Parameters, read_seed, same_named
 
 
 def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any) -> Parameters:
     """Return the parameters of a call. `details` are further fields of Parameters, such as the token details
-    to return. Raises ApiError."""
+    to return. Raises RequestError and ApiError."""
     set_fields = {
         "sample": True,
         "top_k": max(fields.top_k or 0, 0),
-        "seed": None if fields.seed is None else fields.seed % NUM_SEEDS,
+        "seed": read_seed(fields.seed),
         "logit_bias": _biases(fields.logit_bias or {}),
         "max_new_tokens": max_tokens or 0,
         "min_new_tokens": fields.min_tokens or 0,
