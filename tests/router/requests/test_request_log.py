@@ -287,7 +287,11 @@ def test_failures(lines: Lines, error: RouterError, code: str) -> None:
 
 @pytest.mark.parametrize(
     ("api", "level", "code"),
-    [(OPENAI, "WARNING", "NOT_FOUND"), (LMI, "WARNING", "INVALID_ARGUMENT"), (FMAAS, "ERROR", "INVALID_ARGUMENT")],
+    [
+        (OPENAI, "WARNING", "NOT_FOUND"),
+        (LMI, "WARNING", "INVALID_ARGUMENT"),
+        (FMAAS, "ERROR", "INVALID_ARGUMENT"),
+    ],
 )
 def test_a_missing_model_is_logged_by_the_status_of_its_api(
     lines: Lines, api: ApiRules, level: str, code: str
