@@ -1,4 +1,4 @@
-"""Checks that refusals of requests describe bounds in one form: numbers by `<=`, as TGIS does, counts by `at most`."""
+"""Checks that refusals have bounds in one form: numbers by `<=`, as TGIS does, and counts by `at most`."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,8 @@ import tgis.router
 
 NUMBER = r"(-?[0-9]|\{)"
 WORDED = re.compile(
-    rf"""must (be|have) (at (most|least)|(more|less) than) {NUMBER}[^ "']*["']|must not (be|have) (less|more)"""
+    rf"""must (be|have) (at (most|least)|(more|less) than) {NUMBER}[^ "']*["']"""
+    "|must not (be|have) (less|more)"
 )
 
 

@@ -54,9 +54,9 @@ def test_compiling_is_logged_after_a_second_and_every_five(caplog: pytest.LogCap
     for _ in range(16):
         progress.add(0.75, "is kept")
     progress.finish()
-    assert caplog.messages == [
-        "compiling kernels for this processor that were not compiled when the service was installed; this "
-        "takes a minute or two on an idle machine, and the code is kept",
+    first, *others = caplog.messages
+    assert first.endswith(" takes a minute or two on an idle machine, and the code is kept")
+    assert others == [
         "compiled 9 kernels in 6.8 s so far",
         "compiled 16 kernels in 12.0 s so far",
         "compiled 16 kernels in 12.0 s",
