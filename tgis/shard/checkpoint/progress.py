@@ -12,8 +12,8 @@ STEP_PERCENT = 10.0
 MIN_INTERVAL_S = 2.0
 MAX_INTERVAL_S = 30.0
 COMPILING = (
-    "compiling kernels for this processor that were not compiled when the service was installed; this takes "
-    "a minute or two on an idle machine, and the code %s"
+    "compiling kernels for this processor that were not compiled when the service was installed; on an idle "
+    "machine this takes 10 to 30 seconds, and the code %s"
 )
 FIRST_COMPILING_S = 1.0  # compile time before the first line
 COMPILING_S = 5.0  # compile time between two lines

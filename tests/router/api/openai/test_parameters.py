@@ -74,10 +74,10 @@ def test_fields(field: str, value: Any, name: str, expected: Any) -> None:
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30])
 def test_seeds_of_more_than_64_bits_are_refused(seed: int) -> None:
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(ApiError) as caught:
         to_parameters(read(seed=seed), None)
     text = "seed must be >= -9223372036854775808 and <= 18446744073709551615"
-    assert (str(caught.value), caught.value.parameter) == (text, "seed")
+    assert (str(caught.value), caught.value.status, caught.value.param) == (text, 400, "seed")
 
 
 def test_null_is_nothing() -> None:
