@@ -52,11 +52,12 @@ With `--json-output` every line of the launcher and its child processes is one J
   `Generate`, `Invocation` and so on) and `model`, the requested name. Its `correlation_id` is the request's id if the
   client sends no `x-correlation-id`. A client's mistake is a WARNING in the API's words; over `fmaas` it is an ERROR, as
   in TGIS. A request that is refused for its JSON or its token, before the service accepts it, is logged in one line,
-  `POST /v1/completions is refused with 400`, with `code` and the invalid `parameter`. Probes and scrapes are not logged.
+  `POST /v1/completions is refused with 400`, with `code` and the invalid `parameter`, or the reason of a 503. Probes
+  and scrapes are not logged.
 - An uncaught Python exception is one object, with the stack trace in `traceback`.
 - Lines that a client without a token can cause are limited to one of each kind per second; `tgi_request_failure` counts
   all events. A traceback from the same place is logged once a minute, with its last 20 frames. The next line has the
-  number of omitted lines in `omitted`.
+  number of omitted lines in `omitted`; if none follows in time, `lines like this one were omitted: …` reports it.
 - If the start fails, the last line has level CRITICAL and the message `error: …`; the termination log has the reason as
   text.
 

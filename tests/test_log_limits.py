@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +61,33 @@ def test_one_line_a_second_of_each_kind(log: Log) -> None:
     log.now += 1
     log.logger.warning("refused", extra={KIND: "a"})
     assert log.text().endswith("refused\n")
+
+
+def test_lines_that_no_other_follows_are_reported() -> None:
+    """Each kind has one report, after its pause, which is over when the test's clock says so."""
+    log, reported = Log(TextFormatter()), threading.Event()
+    [handler] = log.logger.handlers
+
+    def report(record: logging.LogRecord) -> None:
+        handler.handle(record)
+        reported.set()
+
+    handler.filters = [RecordLimits(lambda: log.now, report, report_s=0.05)]
+    for kind in ("a", "a", "a", "b", "c", "c"):
+        log.logger.warning("no %s", kind, extra={KIND: kind})
+    log.logger.warning("other")
+    assert not reported.wait(0.2)
+    assert [line.split(": ")[1] for line in log.text().splitlines()] == ["no a", "no b", "no c", "other"]
+    log.now += 1
+    log.logger.warning("no c", extra={KIND: "c"})
+    assert reported.wait(10)
+    text = log.text()
+    assert "no c omitted=1" in text
+    assert text.count("\n") == 2
+    assert text.endswith("WARNING tests.log_limits: lines like this one were omitted: no a omitted=2\n")
+    log.now += 1
+    log.logger.warning("no a", extra={KIND: "a"})
+    assert log.text().endswith(": no a\n")
 
 
 def test_a_traceback_of_each_place_once_a_minute(log: Log) -> None:

@@ -1,17 +1,20 @@
 """Rate limits for repeated log records: lines of one kind, and tracebacks from one place."""
 
 import logging
+import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import NamedTuple
 
 KIND = "log_kind"
 """Key of `extra` for lines that any client can cause: `extra={KIND: "unauthenticated"}`. At most one line of
 each kind is logged per second."""
 OMITTED = "omitted"
 """Attribute of a record: number of lines of its kind, or of tracebacks from its place, omitted before it."""
+REPORT = "lines like this one were omitted: %s"
 KIND_S = 1.0
 TRACEBACK_S = 60.0
 MAX_FRAMES = 20
@@ -20,24 +23,88 @@ MAX_PLACES = 256
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
-class RecordLimits(logging.Filter):
-    """Handler filter that omits repeated lines and tracebacks, and adds their number to the next record."""
+class _Omitted(NamedTuple):
+    """First omitted line of a kind after the last one that was logged."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    logger: str
+    level: int
+    text: str
+
+    def report(self, num: int) -> logging.LogRecord:
+        record = logging.LogRecord(self.logger, self.level, "", 0, REPORT, (self.text,), None)
+        setattr(record, OMITTED, num)
+        return record
+
+
+class RecordLimits(logging.Filter):
+    """Handler filter that omits repeated lines and tracebacks, and adds their number to the next record. If
+    no further line of a kind comes in time, a line of its own reports the number."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        report: Callable[[logging.LogRecord], object] | None = None,
+        report_s: float = 2 * KIND_S,
+    ) -> None:
+        """`report` writes the reports, which come `report_s` seconds after the first omitted line; None: only
+        the next lines have the numbers."""
         super().__init__()
         self._clock = clock
+        self._report = report
+        self._report_s = report_s
+        self._lock = threading.RLock()  # reports come from another thread
+        self._unreported: dict[object, _Omitted] = {}
         self._last: OrderedDict[object, tuple[float, int]] = OrderedDict()
         """Time of the last line or traceback, and number omitted since then, by kind or place."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        with self._lock:
+            return self._filter(record)
+
+    def _filter(self, record: logging.LogRecord) -> bool:
         kind = getattr(record, KIND, None)
-        if kind is not None and not self._admit(kind, KIND_S, record):
+        if kind is not None and not self._admit_line(kind, record):
             return False
         if isinstance(record.exc_info, tuple) and record.exc_info[1] is not None:
             place = record.name, record.lineno, *place_of(record.exc_info[1])
             if not self._admit(place, TRACEBACK_S, record):
                 record.exc_info = record.exc_text = None
         return True
+
+    def _admit_line(self, kind: object, record: logging.LogRecord) -> bool:
+        if self._admit(kind, KIND_S, record):
+            self._unreported.pop(kind, None)
+            return True
+        if self._report is not None and kind not in self._unreported:
+            if not self._unreported:
+                self._start_timer(self._report)
+            self._unreported[kind] = _Omitted(record.name, record.levelno, record.getMessage())
+        return False
+
+    def _start_timer(self, report: Callable[[logging.LogRecord], object]) -> None:
+        timer = threading.Timer(self._report_s, self._report_omitted, (report,))
+        timer.daemon = True
+        timer.start()
+
+    def _report_omitted(self, report: Callable[[logging.LogRecord], object]) -> None:
+        with self._lock:
+            reports = list(self._take_reports())
+            if self._unreported:
+                self._start_timer(report)
+        for record in reports:
+            report(record)
+
+    def _take_reports(self) -> Iterator[logging.LogRecord]:
+        """Yield the reports of the kinds whose pause is over."""
+        now = self._clock()
+        for kind, first in list(self._unreported.items()):
+            last, num_omitted = self._last.get(kind, (now, 0))
+            if num_omitted and now - last < KIND_S:
+                continue
+            del self._unreported[kind]
+            if num_omitted:
+                self._last[kind] = last, 0
+                yield first.report(num_omitted)
 
     def _admit(self, key: object, interval_s: float, record: logging.LogRecord) -> bool:
         now = self._clock()

@@ -78,7 +78,7 @@ class _JsonHandler(logging.StreamHandler[TextIO]):
 def setup(level: str, json_output: bool, process: Mapping[str, Scalar] = MappingProxyType({})) -> None:
     """Replace the root logger's handlers. The fields in `process` are added to every JSON object."""
     handler = _JsonHandler(sys.stderr) if json_output else logging.StreamHandler(sys.stderr)
-    handler.addFilter(RecordLimits())
+    handler.addFilter(RecordLimits(report=handler.handle))
     handler.setFormatter(JsonFormatter(process) if json_output else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the service logs the same events itself

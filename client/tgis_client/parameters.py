@@ -135,4 +135,4 @@ def _check_integer(name: str, value: Any, maximum: int) -> None:
     except TypeError:
         raise SettingsError(f"{name} must be an integer, not {value!r}") from None
     if not 0 <= number <= maximum:
-        raise SettingsError(f"{name} must be at least 0 and at most {maximum}, not {number}")
+        raise SettingsError(f"{name} must be >= 0 and <= {maximum}, not {number}")

@@ -188,8 +188,8 @@ def test_one_text_is_not_taken_for_several(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("max_new_tokens", -5, "max_new_tokens must be at least 0 and at most 4294967295, not -5"),
-        ("seed", 2**64, f"seed must be at least 0 and at most {2**64 - 1}, not {2**64}"),
+        ("max_new_tokens", -5, "max_new_tokens must be >= 0 and <= 4294967295, not -5"),
+        ("seed", 2**64, f"seed must be >= 0 and <= {2**64 - 1}, not {2**64}"),
         ("top_k", "many", "top_k must be an integer, not 'many'"),
         ("top_n_tokens", 1.5, "top_n_tokens must be an integer, not 1.5"),
         ("temperature", "1", "temperature must be a number, not '1'"),
@@ -197,7 +197,7 @@ def test_one_text_is_not_taken_for_several(name: str) -> None:
         (
             "length_penalty",
             LengthPenalty(-1, 1.0),
-            "length_penalty.start_index must be at least 0 and at most 4294967295, not -1",
+            "length_penalty.start_index must be >= 0 and <= 4294967295, not -1",
         ),
         ("length_penalty", LengthPenalty(1, "x"), "length_penalty.decay_factor must be a number, not 'x'"),  # type: ignore[arg-type]
     ],

@@ -71,7 +71,8 @@ async def _run_node(
     aborting: asyncio.Event,
 ) -> None:
     node = (Follower if config.node_rank else Leader)(config, plan, shards)
-    logger.info("loading %s on %d shards", plan.model_path, plan.num_shards)
+    shards_text = "1 shard" if plan.num_shards == 1 else f"{plan.num_shards} shards"
+    logger.info("loading %s on %s", plan.base_name or config.model_name, shards_text)
     main = asyncio.create_task(node.run())
     stop = asyncio.create_task(stopping.wait())
     abort = asyncio.create_task(aborting.wait())
@@ -86,3 +87,4 @@ async def _run_node(
             task.cancel()
         await asyncio.gather(main, stop, abort, return_exceptions=True)
         await node.close()
+    logger.info("the service has stopped as requested")

@@ -15,16 +15,19 @@ from tgis.logs import JsonFormatter, TextFormatter
 from tgis.pb import generation_pb2 as pb
 from tgis.router.api.fmaas.messages import read_batch, read_single
 from tgis.router.api.fmaas.rules import FMAAS
+from tgis.router.api.lmi.rules import LMI
 from tgis.router.api.openai.rules import OPENAI
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import (
     GenerationError,
+    NotFoundError,
     OverloadedError,
     RequestError,
     RouterError,
     UnavailableError,
 )
 from tgis.router.events import InputTokens, Output, Timings
+from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import GenerationCall
 from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
@@ -280,6 +283,23 @@ def test_failures(lines: Lines, error: RouterError, code: str) -> None:
     assert [line["code"] for line in lines.objects] == [code] * 4
     assert [line["input_bytes"] for line in lines.objects] == [2, 1, 2, 2]
     assert "validation_time_ms" not in lines.objects[0]
+
+
+@pytest.mark.parametrize(
+    ("api", "level", "code"),
+    [
+        (OPENAI, "WARNING", "NOT_FOUND"),
+        (LMI, "WARNING", "INVALID_ARGUMENT"),
+        (FMAAS, "ERROR", "INVALID_ARGUMENT"),
+    ],
+)
+def test_a_missing_model_is_logged_by_the_status_of_its_api(
+    lines: Lines, api: ApiRules, level: str, code: str
+) -> None:
+    with suppress(NotFoundError), CallLog(replace(call_of(single()), api=api)):
+        raise NotFoundError("there is no such model")
+    assert lines.messages == [(level, f"Streaming response failed with {code}: there is no such model")]
+    assert lines.objects[0]["code"] == code
 
 
 def test_the_cause_of_an_unexpected_error_is_not_shown(lines: Lines) -> None:

@@ -51,16 +51,16 @@ def test_counts_the_bytes_read(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 def test_compiling_is_logged_after_a_second_and_every_five(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     progress = CompileProgress()
-    progress.num_kernels = 25
     for _ in range(16):
         progress.add(0.75, "is kept")
-    assert caplog.messages == ["compiling kernels for this processor; the code is kept"] * 3
-    assert [line["seconds"] for line in fields(caplog)] == [1.5, 6.8, 12.0]
-    assert [line["kernels"] for line in fields(caplog)] == [2, 9, 16]
-    assert {line["at_most"] for line in fields(caplog)} == {25}
     progress.finish()
-    assert caplog.messages[-1] == "kernels compiled"
-    assert fields(caplog)[-1] == {"kernels": 16, "seconds": 12.0}
+    first, *others = caplog.messages
+    assert first.endswith(" on an idle machine this takes 10 to 30 seconds, and the code is kept")
+    assert others == [
+        "compiled 9 kernels in 6.8 s so far",
+        "compiled 16 kernels in 12.0 s so far",
+        "compiled 16 kernels in 12.0 s",
+    ]
 
 
 def test_little_or_no_compiling_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from tgis.config.serving import MIN_PRIORITY
+from tgis.router.errors import RequestError
 from tgis.router.grammar.compiler import Guided
 from tgis.sampling_parameters import SHARED, Range, SharedParameters
 
@@ -14,7 +15,7 @@ MAX_BIAS = 100
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT_BYTES = 256
 MAX_PRIORITY = 2**31 - 1
-NUM_SEEDS = 2**64  # APIs that allow negative or larger seeds reduce them modulo this
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # all that clients write with 64 bits, signed or not
 
 
 class Rule(NamedTuple):
@@ -138,6 +139,15 @@ PARAMETERS = tuple(
     for each in fields(Parameters)
 )
 RULES = {each.name: each.rule for each in PARAMETERS if each.rule is not None}
+
+
+def read_seed(seed: int | None) -> int | None:
+    """Return a client's seed as 64 bits without a sign. Raises RequestError."""
+    if seed is None:
+        return None
+    if not MIN_SEED <= seed <= MAX_SEED:
+        raise RequestError(f"seed must be >= {MIN_SEED} and <= {MAX_SEED}", "seed")
+    return seed & MAX_SEED
 
 
 def same_named(fields: object) -> dict[str, Any]:

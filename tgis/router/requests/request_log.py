@@ -11,7 +11,7 @@ from types import TracebackType
 
 from tgis.logs import FIELDS, Scalar
 from tgis.router.engine.handle import SequenceSpec
-from tgis.router.errors import Code, RequestError, RouterError
+from tgis.router.errors import Code, NotFoundError, RequestError, RouterError
 from tgis.router.events import InputTokens, Output, Timings
 from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import GenerationCall, Metadata
@@ -124,10 +124,10 @@ class InputLog:
         if isinstance(error, RouterError):
             text = call.describe_refusal(error) if isinstance(error, RequestError) else error.log_text
             code, reason = error.code, f": {text[:MAX_ERROR_CHARS]}"
-        level = call.api.level_of(code)
+        level, name = call.api.level_of(code), _name_of(code, error, call.api)
         if logger.isEnabledFor(level):
-            fields = self._fields() | {"code": code.name} | self._durations(None)
-            logger.log(level, "%s failed with %s%s", self.kind, code.name, reason, extra={FIELDS: fields})
+            fields = self._fields() | {"code": name} | self._durations(None)
+            logger.log(level, "%s failed with %s%s", self.kind, name, reason, extra={FIELDS: fields})
 
     def _end(self, reason: StopReason, last: Output | None) -> None:
         self.has_ended = True
@@ -184,6 +184,12 @@ class InputLog:
                 seconds["time_per_token"] = timings.inference_s / self.num_generated
         seconds["total_time"] = time.monotonic() - self.call_log.started_at
         return {f"{name}_ms": round(1000 * value, 3) for name, value in seconds.items()}
+
+
+def _name_of(code: Code, error: BaseException, api: ApiRules) -> str:
+    """Return the name of an error's code. A missing model or adapter has its own in APIs that answer 404."""
+    is_missing = isinstance(error, NotFoundError) and api.statuses.get(NotFoundError) == 404
+    return "NOT_FOUND" if is_missing else code.name
 
 
 def correlation_id(metadata: Metadata, api: ApiRules) -> str:

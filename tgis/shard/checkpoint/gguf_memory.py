@@ -36,6 +36,13 @@ class GgufMemory:
         coding = CODINGS.get(self.main_type)
         return coding.layout if coding else None
 
+    def list_shares(self) -> list[str]:
+        """Return texts such as `63 % Q8_0`: the types with their shares of the weights, the largest first."""
+        total = sum(self.elements.values())
+        ordered = sorted(self.elements.items(), key=lambda item: -item[1])
+        shares = [(name, round(100 * count / total)) for name, count in ordered]
+        return [f"{share} % {name}" if share else f"under 1 % {name}" for name, share in shares]
+
     def keeps(self, name: str, has_products: HasProducts) -> bool:
         """Return True if weights of a type are kept as codes."""
         return name in CODINGS and has_products(CODINGS[name].layout)

@@ -11,6 +11,10 @@ logger = logging.getLogger(__name__)
 STEP_PERCENT = 10.0
 MIN_INTERVAL_S = 2.0
 MAX_INTERVAL_S = 30.0
+COMPILING = (
+    "compiling kernels for this processor that were not compiled when the service was installed; on an idle "
+    "machine this takes 10 to 30 seconds, and the code %s"
+)
 FIRST_COMPILING_S = 1.0  # compile time before the first line
 COMPILING_S = 5.0  # compile time between two lines
 
@@ -63,7 +67,6 @@ class CompileProgress:
     them."""
 
     def __init__(self) -> None:
-        self.num_kernels = 0  # all kernels; a model needs only some
         self._num_compiled = 0
         self._seconds = 0.0
         self._logged_seconds = 0.0
@@ -72,15 +75,13 @@ class CompileProgress:
         """Count a kernel that took `seconds` to compile; `place` says where its code is stored."""
         self._num_compiled += 1
         self._seconds += seconds
-        interval = COMPILING_S if self._logged_seconds else FIRST_COMPILING_S
-        if self._seconds >= self._logged_seconds + interval:
+        if not self._logged_seconds and self._seconds >= FIRST_COMPILING_S:
             self._logged_seconds = self._seconds
-            self._log(f"compiling kernels for this processor; the code {place}", at_most=self.num_kernels)
+            logger.info(COMPILING, place)
+        elif self._logged_seconds and self._seconds >= self._logged_seconds + COMPILING_S:
+            self._logged_seconds = self._seconds
+            logger.info("compiled %d kernels in %.1f s so far", self._num_compiled, self._seconds)
 
     def finish(self) -> None:
         if self._logged_seconds:
-            self._log("kernels compiled")
-
-    def _log(self, message: str, **more: int) -> None:
-        fields = {"kernels": self._num_compiled, **more, "seconds": round(self._seconds, 1)}
-        logger.info(message, extra={FIELDS: fields})
+            logger.info("compiled %d kernels in %.1f s", self._num_compiled, self._seconds)

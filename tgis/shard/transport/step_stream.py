@@ -69,7 +69,7 @@ class StepSocket:
             self._end(error)
             return b""
         if not data:
-            self._end("end of stream")
+            self._end("it closed the connection, as it does whenever it stops")
         return data
 
     def _end(self, reason: object) -> None:

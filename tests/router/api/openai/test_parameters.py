@@ -43,6 +43,8 @@ CASES: list[tuple[str, Any, str, Any]] = [
     ("min_p", 0.25, "min_p", 0.25),
     ("seed", 0, "seed", 0),
     ("seed", -3, "seed", 2**64 - 3),
+    ("seed", -(2**63), "seed", 2**63),
+    ("seed", 2**64 - 1, "seed", 2**64 - 1),
     ("repetition_penalty", 1.5, "repetition_penalty", 1.5),
     ("presence_penalty", -2, "presence_penalty", -2.0),
     ("frequency_penalty", 2, "frequency_penalty", 2.0),
@@ -68,6 +70,14 @@ def test_fields(field: str, value: Any, name: str, expected: Any) -> None:
     assert getattr(params, name) == expected
     others = {each: getattr(params, each) for each in vars(NOTHING) if each != name}
     assert others == {each: value for each, value in vars(NOTHING).items() if each != name}
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30])
+def test_seeds_of_more_than_64_bits_are_refused(seed: int) -> None:
+    with pytest.raises(ApiError) as caught:
+        to_parameters(read(seed=seed), None)
+    text = "seed must be >= -9223372036854775808 and <= 18446744073709551615"
+    assert (str(caught.value), caught.value.status, caught.value.param) == (text, 400, "seed")
 
 
 def test_null_is_nothing() -> None:

@@ -149,7 +149,7 @@ def test_priorities_are_metadata(served: EngineApi) -> None:
     for pairs in ([("tgis-priority", "high")], [("tgis-priority", "1")] * 2):
         with pytest.raises(grpc.RpcError) as refusal:
             list(served.stub.Generate(message, metadata=pairs))
-        text = "tgis-priority: must be a whole number, such as 10"
+        text = "tgis-priority must be a whole number, such as 10"
         assert (refusal.value.code(), refusal.value.details()) == (INVALID, text)
 
 

@@ -211,7 +211,7 @@ def _read(name: str, text: str | bytes, values: dict[str, Any]) -> None:
         if KEYS[other].field == key.field:
             raise RequestError(f"{name}: given twice" if other == name else f"{name}: {other} is given too")
     if not key.pattern.fullmatch(text):
-        raise RequestError(f"{name}: must be {key.allowed}")
+        raise RequestError(f"{name} must be {key.allowed}")
     value, rule = key.read(text), RULES.get(key.field)
     if rule is not None and not rule.allows(value):
         raise RequestError(f"{name}: {rule.refusal}")

@@ -2,19 +2,19 @@
 
 import logging
 import secrets
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tgis.router.errors import OverloadedError, RouterError, internal_error
+from tgis.router.errors import OverloadedError, RequestError, RouterError, internal_error
 from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.http_statuses import http_status
 
 logger = logging.getLogger(__name__)
 
-REFUSED_PARAMETER = "refused_parameter"
-"""Key of a request's state with the parameter that a refusal names, set while the refusal is not logged."""
+UNLOGGED = "unlogged_refusal"
+"""Key of a request's state with its UnloggedRefusal, set while the refusal is not logged."""
 OWN_FORM = "own_form"
 """Key of a request's state, set if its errors do not have its API's form."""
 TEMPORARY = (429, 503)
@@ -53,6 +53,13 @@ def describe_error(error: Exception, api: ApiRules) -> tuple[int, str]:
     return status, internal_error(request_id)
 
 
+class UnloggedRefusal(NamedTuple):
+    parameter: str
+    """Parameter that the refusal names, empty if there is none."""
+    reason: str
+    """Reason that is not in the request, such as a shutdown, otherwise empty."""
+
+
 class ErrorResponse(Response):
     """Answer to a failed request. It is logged unless the error was logged before."""
 
@@ -65,10 +72,12 @@ class ErrorResponse(Response):
         if status == 401:
             headers["www-authenticate"] = "Bearer"
         super().__init__(body, status, headers, media_type)
-        is_unlogged = isinstance(error, HttpError | RouterError) and not error.is_logged
-        self.refused_parameter = parameter if is_unlogged else None
+        self.refusal: UnloggedRefusal | None = None
+        if isinstance(error, HttpError | RouterError) and not error.is_logged:
+            is_own = isinstance(error, RouterError) and not isinstance(error, RequestError)
+            self.refusal = UnloggedRefusal(parameter, str(error) if is_own else "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.refused_parameter is not None:
-            scope.setdefault("state", {})[REFUSED_PARAMETER] = self.refused_parameter
+        if self.refusal is not None:
+            scope.setdefault("state", {})[UNLOGGED] = self.refusal
         await super().__call__(scope, receive, send)

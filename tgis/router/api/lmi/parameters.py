@@ -7,7 +7,7 @@ from msgspec import Meta
 from tgis.router.api.http.fields.refused_fields import RefusedField, find_refused
 from tgis.router.api.http.fields.shared_fields import SharedFields, restricts_sampling
 from tgis.router.errors import RequestError
-from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
+from tgis.router.requests.parameters import Parameters, read_seed, same_named
 
 MOST = 2**31 - 1
 
@@ -136,7 +136,7 @@ def check_parameters(
         name = "n" if fields.best_of is None else "best_of"
         raise RequestError(f"{name} must be <= {max_texts}", name)
     if fields.num_texts < fields.num_shown:
-        raise RequestError("best_of must not be less than n", "best_of")
+        raise RequestError("best_of must be >= n", "best_of")
     if fields.stop_sequences and fields.stop:
         raise RequestError("only one of stop_sequences and stop may be given", "stop")
     if fields.wants_inputs and is_encoder_decoder:
@@ -154,7 +154,7 @@ def to_parameters(fields: LmiParameters, shows_tokens: bool, shows_inputs: bool)
     others = {
         "sample": fields.samples,
         "top_k": max(fields.top_k or 0, 0),
-        "seed": None if fields.seed is None else fields.seed % NUM_SEEDS,
+        "seed": read_seed(fields.seed),
         "min_new_tokens": fields.min_tokens or 0,
         "stop_sequences": (stops,) if isinstance(stops, str) else tuple(stops),
         "include_stop_sequence": bool(fields.include_stop_str_in_output),

@@ -13,7 +13,7 @@ from tgis.router.api.tenants import tenant_of
 from tgis.router.api.vllm_engine.rules import VLLM_ENGINE
 from tgis.router.grammar.compiler import JSON, Guided
 from tgis.router.requests.call import GenerationCall, Metadata, write_ids
-from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
+from tgis.router.requests.parameters import Parameters, read_seed, same_named
 
 NAMES = {
     "max_new_tokens": "max_tokens",
@@ -24,7 +24,7 @@ NAMES = {
     "format": "json_object",
 }
 """This API's names of parameters by the service's names, where they differ."""
-BAD_PRIORITY = f"{PRIORITY_KEY}: must be {ALLOWED_PRIORITY}"
+BAD_PRIORITY = f"{PRIORITY_KEY} must be {ALLOWED_PRIORITY}"
 
 
 class LogprobCounts(NamedTuple):
@@ -99,7 +99,7 @@ def _read_parameters(sampling: pb.SamplingParams, priority: int) -> Parameters:
     set_fields = {
         "sample": True,
         "temperature": sampling.temperature if sampling.HasField("temperature") else None,
-        "seed": sampling.seed % NUM_SEEDS if sampling.HasField("seed") else None,
+        "seed": read_seed(sampling.seed if sampling.HasField("seed") else None),
         "n": sampling.n or 1,
         "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": sampling.min_tokens,

@@ -98,8 +98,14 @@ def name_weight_type(config: ShardConfig, settings: Mapping[str, Any], on: Platf
 
 
 def _name_gguf_type(gguf: GgufMemory, on: Platform, dtype_name: str) -> str:
-    """Return the most frequent type. Log it, and warn of types that are not stored as codes."""
-    logger.info("the weights are stored as the GGUF file's codes, most of them %s", gguf.main_type)
+    """Return the most frequent type. Log the types and their memory, and warn of those that are not stored as
+    codes."""
+    float_bytes = (on.product_dtype or DTYPES[dtype_name]).itemsize
+    num_bytes = gguf.count_bytes(partial(_has_products, on), float_bytes, on.kernels.count_code_bytes)
+    logger.info(
+        "the weights are stored as the GGUF file's codes and take %.0f MiB without the tokenizer: %s",
+        *(num_bytes / MIB, ", ".join(gguf.list_shares())),
+    )
     for type, count in gguf.list_widened(partial(_has_products, on)):
         logger.warning(
             "weights of type %s are stored as %s, because this platform has no matrix products for their "

@@ -31,7 +31,7 @@ INVALID: list[tuple[type, str, str, str]] = [
         ChatRequest,
         '{"messages": [{"role": "user"}, {"role": 1.5}]}',
         "messages[1].role",
-        "messages[1].role must be a string, not a floating-point number",
+        "messages[1].role must be a string, not a number",
     ),
     (
         ChatRequest,
@@ -51,11 +51,15 @@ INVALID: list[tuple[type, str, str, str]] = [
         "temperature",
         "temperature must be a number, not a string",
     ),
-    (CompletionRequest, '{"temperature": 2.5}', "temperature", "temperature must be at most 2"),
+    (CompletionRequest, '{"temperature": 2.5}', "temperature", "temperature must be <= 2.0"),
     (CompletionRequest, '{"temperature": 1e999}', "temperature", "temperature is out of range"),
-    (CompletionRequest, '{"top_p": 0}', "top_p", "top_p must be more than 0"),
-    (CompletionRequest, '{"n": 0}', "n", "n must be at least 1"),
+    (CompletionRequest, '{"top_p": 0}', "top_p", "top_p must be > 0.0"),
+    (CompletionRequest, '{"n": 0}', "n", "n must be >= 1"),
     (CompletionRequest, '{"n": 1.0}', "n", "n must be an integer, not a floating-point number"),
+    (CompletionRequest, f'{{"n": {2**64}}}', "n", "n must be <= 128"),
+    (CompletionRequest, f'{{"n": -{2**64}}}', "n", "n must be >= 1"),
+    (CompletionRequest, f'{{"user": {2**64}}}', "user", "user must be a string, not a number"),
+    (CompletionRequest, f'{{"stop": -{2**64}}}', "stop", "stop must be a string or a list, not a number"),
     (CompletionRequest, '{"seed": "9"}', "seed", "seed must be an integer, not a string"),
     (CompletionRequest, f'{{"seed": 1{"0" * 5000}}}', "seed", "seed is out of range"),
     (CompletionRequest, '{"stream": 1}', "stream", "stream must be true or false, not an integer"),
@@ -76,7 +80,7 @@ INVALID: list[tuple[type, str, str, str]] = [
     ),
     (_Other, '{"mode": "secret"}', "mode", "mode must be 7 or b"),
     (_Other, '{"sizes": [1, 2]}', "sizes", "sizes is not valid"),
-    (_Other, '{"share": 1}', "share", "share must be less than 1"),
+    (_Other, '{"share": 1}', "share", "share must be < 1.0"),
 ]
 
 

@@ -24,7 +24,7 @@ from tgis.router.api.http.json_structure import BodyLimits
 from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
 from tgis.router.api.openai.errors import OPENAI_ERRORS, ApiError
 from tgis.router.api.openai.rules import OPENAI
-from tgis.router.errors import GenerationError, RequestError
+from tgis.router.errors import GenerationError, RequestError, UnavailableError
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 
 MARK = "a-text-nobody-may-see"
@@ -44,6 +44,8 @@ class Api:
                 return OPENAI_ERRORS.respond(ApiError(400, f"no {MARK}", "max_tokens", MARK))
             case "template":
                 return OPENAI_ERRORS.respond(RequestError(MARK))
+            case "closing":
+                return OPENAI_ERRORS.respond(UnavailableError("the service is shutting down"))
             case "logged":
                 error = GenerationError(MARK)
                 error.is_logged = True
@@ -128,6 +130,16 @@ async def test_a_refusal_before_the_service_has_one_line(caplog: pytest.LogCaptu
     line = "POST /v1/echo is refused with 400"
     assert records == [(line, fields | {"parameter": "max_tokens"}), (line, fields)]
     assert MARK not in json.dumps(records)
+
+
+async def test_a_refusal_that_the_request_does_not_cause_has_its_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    api = Api()
+    with caplog.at_level(logging.INFO, LOGGER):
+        async with api.served() as port:
+            assert await ask(port, "/v1/echo", "closing") == 503
+    assert caplog.messages == ["POST /v1/echo is refused with 503: the service is shutting down"]
 
 
 async def test_refusals_of_clients_without_a_token_are_of_one_kind(caplog: pytest.LogCaptureFixture) -> None:

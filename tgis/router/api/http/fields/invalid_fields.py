@@ -17,8 +17,7 @@ NAMES = {
     "object": "an object",
 }
 """Names of msgspec's types where they are expected."""
-GIVEN_NAMES = {**NAMES, "float": "a floating-point number", "bool": "a boolean", "null": "null"}
-BOUNDS = {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
+GIVEN_NAMES = {**NAMES, "bool": "a boolean", "null": "null"}
 
 _MISSING = re.compile(r"Object missing required field `(.+)`")
 _TYPE = re.compile(r"Expected `(.+)`, got `(.+)`")
@@ -48,14 +47,22 @@ def _rule(reason: str, path: str, kind: Any) -> str:
     """Return the rule that a field breaks."""
     if wrong := _TYPE.fullmatch(reason):
         expected = [NAMES.get(each, each) for each in wrong[1].split(" | ") if each != "null"]
-        return f"must be {_listed(expected)}, not {GIVEN_NAMES.get(wrong[2], wrong[2])}"
+        return f"must be {_listed(expected)}, not {_given(wrong[2], expected)}"
     if bound := _BOUND.fullmatch(reason):
-        return f"must be {BOUNDS[bound[1]]} {bound[2].removesuffix('.0')}"
+        return f"must be {bound[1]} {bound[2]}"
     if reason.endswith("out of range"):
         return "is out of range"
     if choices := [str(each) for each in _choices(inspect.type_info(kind), _steps(path))]:
         return f"must be {_listed(choices)}"
     return "is not valid"
+
+
+def _given(kind: str, expected: list[str]) -> str:
+    """Return the name of a wrong value's type. Only where integers are allowed, msgspec's `float` is surely
+    no integer: elsewhere, it may also be one of more than 64 bits."""
+    if kind == "float" and NAMES["int"] in expected:
+        return "a floating-point number"
+    return GIVEN_NAMES.get(kind, kind)
 
 
 def _listed(words: list[str]) -> str:

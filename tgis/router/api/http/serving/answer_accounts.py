@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tgis.log_limits import KIND
 from tgis.logs import FIELDS, Scalar
 from tgis.router.api.http.answers.event_stream import STREAM_TYPES
-from tgis.router.api.http.errors import REFUSED_PARAMETER
+from tgis.router.api.http.errors import UNLOGGED, UnloggedRefusal
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.api_rules import ApiRules
@@ -60,23 +60,25 @@ class AnswerAccounts:
         api = state.get("api") or find_api(self.apis, path) or self.apis[0]
         route = next((one.path for one in api.routes if one.path_regex.match(path)), OTHER_ROUTE)
         self.metrics.http_api_requests.add(api.rules.name, route, str(status))
-        if status >= 400 and REFUSED_PARAMETER in state:
-            self._log(api.rules, scope, route, status, state)
+        refusal: UnloggedRefusal | None = state.get(UNLOGGED)
+        if status >= 400 and refusal is not None:
+            self._log(api.rules, scope, route, status, refusal)
 
-    def _log(self, rules: ApiRules, scope: Scope, route: str, status: int, state: dict[str, object]) -> None:
+    def _log(self, rules: ApiRules, scope: Scope, route: str, status: int, refusal: UnloggedRefusal) -> None:
         method = scope["method"]
         fields: dict[str, Scalar] = {"api": rules.name, "method": route, "code": status}
-        call = state.get("call")
+        call = scope["state"].get("call")
         if request_id := getattr(call, "id", ""):
             fields["correlation_id"] = request_id
         if tenant := getattr(call, "tenant", ""):
             fields["tenant"] = tenant
-        if parameter := state[REFUSED_PARAMETER]:
-            fields["parameter"] = str(parameter)[:128]
+        if refusal.parameter:
+            fields["parameter"] = refusal.parameter[:128]
         about: dict[str, object] = {FIELDS: fields}
         if not any(name == b"authorization" for name, _ in scope["headers"]):
             about[KIND] = f"HTTP refused {status}"
-        logger.warning("%s %s is refused with %d", method, route, status, extra=about)
+        reason = f": {refusal.reason}" if refusal.reason else ""
+        logger.warning("%s %s is refused with %d%s", method, route, status, reason, extra=about)
 
 
 def _is_stream(message: Message) -> bool:

@@ -136,13 +136,13 @@ def _check(body: CompletionRequest, limits: RequestLimits, is_encoder_decoder: b
     least = 0 if body.echo or body.prompt_logprobs is not None else 1
     if body.max_tokens is not None and body.max_tokens < least:
         unless = ", or 0 with echo or prompt_logprobs" if least else ""
-        raise ApiError(400, f"max_tokens must be at least {least}{unless}", "max_tokens")
+        raise ApiError(400, f"max_tokens must be >= {least}{unless}", "max_tokens")
     if body.best_of is not None and body.best_of < (body.n or 1):
-        raise ApiError(400, "best_of must not be less than n", "best_of")
+        raise ApiError(400, "best_of must be >= n", "best_of")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
         raise ApiError(400, "best_of cannot be streamed", "best_of")
     if (max_best_of := limits.max_best_of_for(OPENAI)) < (body.best_of or 1):
-        raise ApiError(400, f"best_of must be at most {max_best_of}", "best_of")
+        raise ApiError(400, f"best_of must be <= {max_best_of}", "best_of")
     check_stream_options(body)
 
 

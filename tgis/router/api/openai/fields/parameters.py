@@ -4,7 +4,8 @@ from typing import Any
 
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.sampling_fields import SamplingFields
-from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
+from tgis.router.errors import RequestError
+from tgis.router.requests.parameters import Parameters, read_seed, same_named
 
 
 def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any) -> Parameters:
@@ -13,7 +14,7 @@ def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any
     set_fields = {
         "sample": True,
         "top_k": max(fields.top_k or 0, 0),
-        "seed": None if fields.seed is None else fields.seed % NUM_SEEDS,
+        "seed": _seed(fields.seed),
         "logit_bias": _biases(fields.logit_bias or {}),
         "max_new_tokens": max_tokens or 0,
         "min_new_tokens": fields.min_tokens or 0,
@@ -24,6 +25,13 @@ def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any
         "raw_details": True,
     }
     return Parameters(**same_named(fields) | set_fields | details)
+
+
+def _seed(seed: int | None) -> int | None:
+    try:
+        return read_seed(seed)
+    except RequestError as error:
+        raise ApiError(400, str(error), "seed") from None
 
 
 def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:

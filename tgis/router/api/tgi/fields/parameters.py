@@ -8,11 +8,10 @@ from tgis.router.api.tgi.fields.refusals import INVALID_GRAMMAR, find_max_input_
 from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest, GrammarField
 from tgis.router.grammar.compiler import Guided
-from tgis.router.requests.parameters import Parameters, same_named
+from tgis.router.requests.parameters import MAX_SEED, Parameters, same_named
 from tgis.router.requests.validation import RequestLimits
 
 MAX_PENALTY = 2.0
-MAX_SEED = 2**64 - 1
 UNREADABLE = Parameters()
 """Placeholder for refused parameters."""
 

@@ -86,7 +86,6 @@ class Kernel:
 
     def __init__(self, function: Callable[[Any], None]):
         self.function = function
-        compile_progress.num_kernels += 1
 
     @property
     def name(self) -> str:
