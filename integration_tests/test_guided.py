@@ -211,7 +211,7 @@ REFUSED = [
     (Decoding(json_schema="{"), "json_schema is not valid: "),
     (Decoding(grammar="root ::= x"), "grammar is not valid: Rule 'x' not found"),
     (Decoding(choice=Decoding.StringChoices(choices=["a"])), "Must provide at least two choices"),
-    (Decoding(regex="a" * 70_000), "regex must be at most 65536 UTF8 bytes"),
+    (Decoding(regex="a" * 70_000), "regex must have at most 65536 UTF8 bytes"),
 ]
 
 

@@ -45,7 +45,7 @@ INVALID = [
 GUIDED = re.compile(
     r"Must provide at least two choices"
     r"|(format|json_schema|regex|choice|grammar) "
-    r"(is not valid: [^\n]+|is too complex|must be at most [^\n]+|cannot be followed: [^\n]+)"
+    r"(is not valid: [^\n]+|is too complex|must have at most [^\n]+|cannot be followed: [^\n]+)"
 )
 
 

@@ -48,7 +48,7 @@ async def test_openai(http: ServedHttp, is_set: bool) -> None:
     assert await completion(best_of=4) == (("best_of must be <= 3", "best_of") if is_set else None)
     assert await completion(n=4) is None
     assert await completion(prompt=["a", "b"]) is None
-    refused = ("prompt must be at most 2 prompts", "prompt")
+    refused = ("prompt must have at most 2 prompts", "prompt")
     assert await completion(prompt=["a", "b", "c"]) == (refused if is_set else None)
     assert await completion(stop=STOPS[:16]) is None, "OpenAI's own bound is larger"
     assert await completion(stop=STOPS[:17]) is not None

@@ -1,4 +1,4 @@
-"""Checks that refusals have bounds in one form: numbers by `<=`, as TGIS does, and counts by `at most`."""
+"""Checks that refusals have bounds in one form: numbers by `<=`, as TGIS does, and counts by `must have at most`."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_other_forms_are_found(text: str) -> None:
     assert find_worded(text)
 
 
-@pytest.mark.parametrize("text", ['"n must be <= 128"', 'f"inputs must be at most {maximum} texts"'])
+@pytest.mark.parametrize("text", ['"n must be <= 128"', 'f"inputs must have at most {maximum} texts"'])
 def test_this_form_is_accepted(text: str) -> None:
     assert not find_worded(text)
 

@@ -55,9 +55,9 @@ REFUSED = [
     (guided(OBJECT, OBJECT, {"type": "strange"}), "tools[2].function.parameters is not valid: Invalid type"),
     (guided(OBJECT, {"not": {"type": "string"}}), "tools[1].function.parameters is not valid: "),
     (guided(OBJECT, {"$ref": "http://127.0.0.1:9/x"}), "tools[1].function.parameters is not valid: "),
-    (guided(OBJECT, {"enum": ["x" * MAX_BYTES]}), f"tools must be at most {MAX_BYTES} UTF8 bytes"),
+    (guided(OBJECT, {"enum": ["x" * MAX_BYTES]}), f"tools must have at most {MAX_BYTES} UTF8 bytes"),
     (guided(OBJECT, field="regex", text="(a"), "regex is not valid: unclosed group"),
-    (guided(OBJECT, field="regex", text="a" * MAX_BYTES), "tools must be at most"),
+    (guided(OBJECT, field="regex", text="a" * MAX_BYTES), "tools must have at most"),
     (guided(field="json_schema", text="{"), "json_schema is not valid: "),
     (guided(*[{"type": "integer", "multipleOf": 999_983 + i} for i in range(9)]), "tools"),
 ]

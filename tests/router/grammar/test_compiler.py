@@ -78,11 +78,11 @@ def test_free_text_has_no_constraint(decoding: pb.DecodingParameters) -> None:
     [
         (choice(), "Must provide at least two choices"),
         (choice("one"), "Must provide at least two choices"),
-        (choice(*map(str, range(MAX_CHOICES + 1))), "choice must be at most 4096 choices"),
-        (choice(HUGE, "a"), "choice must be at most 65536 UTF8 bytes"),
-        (Decoding(regex=HUGE + "a"), "regex must be at most 65536 UTF8 bytes"),
-        (Decoding(json_schema=HUGE + "a"), "json_schema must be at most 65536 UTF8 bytes"),
-        (Decoding(grammar=HUGE + "a"), "grammar must be at most 65536 UTF8 bytes"),
+        (choice(*map(str, range(MAX_CHOICES + 1))), "choice must have at most 4096 choices"),
+        (choice(HUGE, "a"), "choice must have at most 65536 UTF8 bytes"),
+        (Decoding(regex=HUGE + "a"), "regex must have at most 65536 UTF8 bytes"),
+        (Decoding(json_schema=HUGE + "a"), "json_schema must have at most 65536 UTF8 bytes"),
+        (Decoding(grammar=HUGE + "a"), "grammar must have at most 65536 UTF8 bytes"),
     ],
 )
 def test_errors_visible_before_compilation_are_refused_at_once(

@@ -85,14 +85,14 @@ def _read_choices(choices: tuple[str, ...], max_bytes: int) -> Constraint:
     if len(choices) < 2:
         raise RequestError("Must provide at least two choices", "choice")
     if len(choices) > MAX_CHOICES:
-        raise RequestError(f"choice must be at most {MAX_CHOICES} choices", "choice")
+        raise RequestError(f"choice must have at most {MAX_CHOICES} choices", "choice")
     _require_size("choice", sum(len(choice.encode()) for choice in choices), max_bytes)
     return Constraint("choice", "choice", json.dumps(choices))
 
 
 def _require_size(field: str, num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
-        raise RequestError(f"{field} must be at most {max_bytes} UTF8 bytes", field)
+        raise RequestError(f"{field} must have at most {max_bytes} UTF8 bytes", field)
 
 
 class GrammarCompiler:

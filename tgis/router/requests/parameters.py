@@ -31,16 +31,16 @@ def _are_biases(biases: tuple[tuple[int, float], ...]) -> bool:
 
 LOGIT_BIAS_RULE = Rule(
     _are_biases,
-    f"logit_bias must be at most {MAX_LOGIT_BIASES} token ids, each once, with values "
+    f"logit_bias must have at most {MAX_LOGIT_BIASES} token ids, each once, with values "
     f"from -{MAX_BIAS} to {MAX_BIAS}",
 )
 STOP_TOKEN_IDS_RULE = Rule(
     lambda token_ids: len(token_ids) <= MAX_STOP_TOKEN_IDS,
-    f"stop_token_ids must be at most {MAX_STOP_TOKEN_IDS} token ids",
+    f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} token ids",
 )
 CACHE_SALT_RULE = Rule(
     lambda salt: len(salt) <= MAX_CACHE_SALT_BYTES,
-    f"cache_salt must be at most {MAX_CACHE_SALT_BYTES} bytes",
+    f"cache_salt must have at most {MAX_CACHE_SALT_BYTES} bytes",
 )
 
 PRIORITY_RULE = Rule(

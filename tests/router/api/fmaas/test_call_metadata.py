@@ -359,12 +359,12 @@ RULES = [
     ({"min_p": math.nan}, "min_p must be >= 0.0 and <= 1.0"),
     ({"presence_penalty": -2.1}, "presence_penalty must be >= -2.0 and <= 2.0"),
     ({"frequency_penalty": math.inf}, "frequency_penalty must be >= -2.0 and <= 2.0"),
-    ({"logit_bias": ((3, math.nan),)}, "logit_bias must be at most 1024 token ids, each once, with values"),
-    ({"logit_bias": ((3, 1), (3, 2))}, "logit_bias must be at most 1024 token ids, each once, with values"),
+    ({"logit_bias": ((3, math.nan),)}, "logit_bias must have at most 1024 token ids, each once, with values"),
+    ({"logit_bias": ((3, 1), (3, 2))}, "logit_bias must have at most 1024 token ids, each once, with values"),
     ({"logit_bias": ((-1, 1.0),)}, "logit_bias: token id -1 is beyond the model's vocabulary of 50 tokens"),
     ({"stop_token_ids": (50,)}, "stop_token_ids: token id 50 is beyond the model's vocabulary of 50 tokens"),
-    ({"stop_token_ids": (1,) * 65}, "stop_token_ids must be at most 64 token ids"),
-    ({"cache_salt": bytes(257)}, "cache_salt must be at most 256 bytes"),
+    ({"stop_token_ids": (1,) * 65}, "stop_token_ids must have at most 64 token ids"),
+    ({"cache_salt": bytes(257)}, "cache_salt must have at most 256 bytes"),
 ]
 
 

@@ -120,7 +120,7 @@ def test_many_small_elements_are_refused(head: str, item: str, tail: str, messag
 
 def test_lists_of_token_ids_are_as_many_as_inputs() -> None:
     check_structure(json.dumps({"prompt": [[1] * 20] * 128}).encode(), LIMITS)
-    assert refusal(json.dumps({"prompt": [[1] * 20] * 129}).encode()) == "prompt must be at most 128 lists"
+    assert refusal(json.dumps({"prompt": [[1] * 20] * 129}).encode()) == "prompt must have at most 128 lists"
 
 
 def schema(num_properties: int) -> dict[str, Any]:

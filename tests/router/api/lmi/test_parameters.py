@@ -141,7 +141,7 @@ REFUSED_BODIES: list[tuple[Any, str]] = [
     ({"inputs": {"text": "a"}}, "inputs must be a string or a list, not an object"),
     ({"parameters": {}}, "the body must have inputs, or messages or a prompt as OpenAI's API has them"),
     ({"inputs": "a", "parameters": []}, "parameters must be an object, not a list"),
-    ({"inputs": ["a"] * 129}, "inputs must be at most 128 texts"),
+    ({"inputs": ["a"] * 129}, "inputs must have at most 128 texts"),
     ([], "the body must be an object, not a list"),
     (b"{", "the body is not valid JSON in UTF-8"),
     ({"inputs": "a " * 500}, "input tokens (502) plus prefix length (0) must be < 200"),
@@ -168,7 +168,7 @@ async def test_the_operator_s_bounds(tmp_path: Path) -> None:
     async with open_lmi(tmp_path, limits=limits) as served:
         for body, text in (
             (inputs(best_of=4), "best_of must be <= 3"),
-            ({"inputs": ["a"] * 3}, "inputs must be at most 2 texts"),
+            ({"inputs": ["a"] * 3}, "inputs must have at most 2 texts"),
         ):
             assert (await ask(served, body)).json["error"] == UNREADABLE + text
         assert (await ask(served, {"inputs": ["a"] * 2, "parameters": {"best_of": 3}})).status == 200

@@ -55,7 +55,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"grammar": {"type": "regex", "value": "a" * 1001}},
-        "grammar is not valid: it must be at most 1000 UTF8 bytes",
+        "grammar is not valid: it must have at most 1000 UTF8 bytes",
     ),
     # The first error in TGI's order is reported.
     (

@@ -130,7 +130,7 @@ def test_calls_without_an_id_are_not_aborted(served: EngineApi) -> None:
 
 
 def test_an_abort_of_too_many_requests_is_refused(served: EngineApi) -> None:
-    with pytest.raises(grpc.RpcError, match="request_ids: at most 1024 ids may be given") as refused:
+    with pytest.raises(grpc.RpcError, match="request_ids must have at most 1024 ids") as refused:
         served.stub.Abort(pb.AbortRequest(request_ids=["a"] * 1025))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 

@@ -20,7 +20,7 @@ _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token n
 
 NO_METADATA = CallMetadata()
 MAX_ITEMS = 65_536  # limit for reading a list: longer lists exceed every limit and take long to read
-TOO_MANY_REQUESTS = f"a batch must be at most {MAX_ITEMS} requests"
+TOO_MANY_REQUESTS = f"a batch must have at most {MAX_ITEMS} requests"
 ECHO_GAP = "\n\n"  # separates an input from its answer; a text that continues its input needs no gap
 
 

@@ -172,7 +172,7 @@ def _key(body: bytes, place: int) -> str:
 def _check_fields(fields: list[_Field], num_values: int, limits: BodyLimits) -> None:
     for name, num_lists, num in fields:
         if name in IDS and num_lists > limits.max_inputs + 1:
-            raise RequestError(f"{name} must be at most {limits.max_inputs} lists", name)
+            raise RequestError(f"{name} must have at most {limits.max_inputs} lists", name)
         if num > (limit := limits.of_field(name, num_lists)):
             shown = f"{name} has" if name.isidentifier() and len(name) <= 64 else "a field has"
             raise RequestError(f"{shown} more than {limit} values", name)

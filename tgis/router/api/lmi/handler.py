@@ -120,7 +120,7 @@ class Invocations:
         parts = self._parts
         fields = body.parameters or LmiParameters()
         if len(body.texts) > (maximum := parts.limits.max_inputs):
-            raise RequestError(f"inputs must be at most {maximum} texts", "inputs")
+            raise RequestError(f"inputs must have at most {maximum} texts", "inputs")
         if body.stream and len(body.texts) > 1:
             raise RequestError("a list of inputs cannot be streamed", "stream")
         is_list = not isinstance(body.inputs, str)

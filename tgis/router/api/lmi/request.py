@@ -81,7 +81,7 @@ def check_headers(request: Request) -> None:
     if attributes is None:
         return
     if not (len(attributes) <= MAX_ATTRIBUTES and attributes.isascii() and attributes.isprintable()):
-        raise RequestError(f"{ATTRIBUTES} must be at most {MAX_ATTRIBUTES} printable characters of ASCII")
+        raise RequestError(f"{ATTRIBUTES} must have at most {MAX_ATTRIBUTES} printable characters of ASCII")
     request.state.answer.headers += [(ATTRIBUTES.encode(), attributes.encode())]
 
 

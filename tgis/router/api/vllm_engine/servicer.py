@@ -102,7 +102,7 @@ class VllmEngineServicer(Servicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         tenant = tenant_of(context)
         if len(request.request_ids) > MAX_ABORTED:
-            raise RequestError(f"request_ids must be at most {MAX_ABORTED} ids")
+            raise RequestError(f"request_ids must have at most {MAX_ABORTED} ids")
         # Calls without an id have no name by which they can be aborted.
         names = [CallName(tenant, each) for each in dict.fromkeys(request.request_ids) if each]
         aborted = [self._calls.abort(name) or await self._service.abort_elsewhere(name) for name in names]

@@ -83,7 +83,7 @@ def read_tool_use(
 
 def _check_all(tools: list[Tool]) -> None:
     if len(tools) > MAX_TOOLS:
-        raise ApiError(400, f"tools must be at most {MAX_TOOLS} functions", "tools")
+        raise ApiError(400, f"tools must have at most {MAX_TOOLS} functions", "tools")
     for index, tool in enumerate(tools):
         _check(tool, f"tools[{index}]")
     if len({tool.function["name"] for tool in tools}) < len(tools):

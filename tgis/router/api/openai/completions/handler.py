@@ -117,7 +117,7 @@ def _read_prompts(
     if kinds == {int}:
         return [write_ids(item for item in prompt if isinstance(item, int))], True
     if len(prompt) > max_prompts:
-        raise ApiError(400, f"prompt must be at most {max_prompts} prompts", "prompt")
+        raise ApiError(400, f"prompt must have at most {max_prompts} prompts", "prompt")
     if kinds == {str}:
         return [item for item in prompt if isinstance(item, str)], False
     return [write_ids(item) for item in prompt if isinstance(item, list)], True
