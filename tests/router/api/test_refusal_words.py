@@ -1,4 +1,4 @@
-"""Checks that refusals have bounds in one form: numbers by `<=`, as TGIS does, and counts by `must have at most`."""
+"""Checks that refusals have bounds in one form: numbers by `<=`, as in TGIS, and counts by `at most`."""
 
 import re
 from pathlib import Path

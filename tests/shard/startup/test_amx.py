@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.shard.code_cases import Case, CodesInMemory, draw
 from tests.support.shard.driver import check_company, configure
 from tests.support.shard.emulated_tiles import compile_each_emulated
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.kernels.cpu.amx import instructions, permission
 from tgis.shard.kernels.cpu.bf16 import tile_product
 from tgis.shard.kernels.cpu.bf16.ops import BfloatKernels
 from tgis.shard.kernels.cpu.bf16.tiles import TileProductKernels
+from tgis.shard.kernels.cpu.codes.product import CodeProduct
+from tgis.shard.kernels.cpu.codes.tiles import kernels as tiles
 from tgis.shard.kernels.cpu.gemm import panels
+from tgis.shard.quant.schemes import int4
 from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load, prepare
 
@@ -56,6 +61,31 @@ def test_amx_is_asked_for_where_it_has_a_use(
     text = "use AMX tiles" if is_permitted else "does not permit the use of AMX"
     assert any(text in line for line in caplog.messages) == is_asked
     assert not plan.on.replaced_kernels
+
+
+@pytest.mark.parametrize(
+    ("options", "is_used"),
+    [
+        ({"activations": "int8"}, True),
+        ({"activations": "int8", "cpu_arithmetic": "bfloat16"}, True),
+        ({"activations": "int8", "cpu_amx": "off"}, False),
+        ({"cpu_arithmetic": "bfloat16"}, False),
+    ],
+)
+def test_products_with_rounded_activations_use_tiles(
+    model_path: Path, options: dict[str, Any], is_used: bool
+) -> None:
+    if not tiles.KERNELS_ON_TILES or permission.ask() is not None:
+        pytest.skip("there is no AMX, or the system does not permit it")
+    packer = prepare(configure(model_path, quantize="int4", **options)).on.kernels.find_code_packer(
+        int4.LAYOUT
+    )
+    assert packer is not None
+    codes = draw(Case(CodeLayout(torch.int8, 4, 64), 64), 3)
+    packed = packer(CodesInMemory(codes))
+    assert isinstance(packed, CodeProduct)
+    has_own = packed.tiles is not None and packed.tiles is tiles.KERNELS_ON_TILES.get(packed.kind)
+    assert (has_own and packed.kind.rounds_activations) == is_used
 
 
 @pytest.mark.slow

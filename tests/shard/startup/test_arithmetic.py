@@ -83,12 +83,13 @@ def test_the_gate_of_experts_is_not_rounded_if_it_is_stored_as_codes(tmp_path: P
     made.mkdir()
     write_model_directory([tmp_path / "model.gguf"], made)
     rounding = code_kernels.MULTIPLY[Kind(8, rounds_activations=False)]  # another one than that of 4 bits
-    of_codes = BfloatKernels(pack_rounded, tile_kernels={4: CodeTileKernels(rounding, rounding)})
+    kind = Kind(4, rounds_activations=False)
+    of_codes = BfloatKernels(pack_rounded, tile_kernels={kind: CodeTileKernels(rounding, rounding)})
     settings = stepping.read_config(made)
     model = registry.load(made, settings, stepping.ALONE, torch.float32, of_codes)
     feed = model._blocks[0]._feed_forward
-    assert feed._experts[3]._down._multiply.kernel is rounding
-    assert feed._score._multiply.kernel is code_kernels.MULTIPLY[Kind(4, rounds_activations=False)]
+    assert feed._experts[3]._down._multiply.tiles.multiply is rounding
+    assert feed._score._multiply.tiles is None
 
 
 def test_an_engine_answers_the_same_alone_and_in_company(

@@ -51,6 +51,10 @@ class EmulatedTiles:
         assert len({sums, x, weights}) == 3
         self._run(_Operation.add_quads, I64(sums), I64(x), I64(weights))
 
+    def add_signed_quads(self, sums: int, x: int, weights: int) -> None:
+        assert len({sums, x, weights}) == 3
+        self._run(_Operation.add_signed_quads, I64(sums), I64(x), I64(weights))
+
     def release(self) -> None:
         """Remove the shapes of all tiles."""
         for offset in range(0, _TILES_AT, 8):
@@ -109,6 +113,13 @@ class _Operation:
         llvm.loop(b, self._height(sums), [], add_row)
 
     def add_quads(self, sums: Any, x: Any, weights: Any) -> None:
+        self._add_quads(sums, x, weights, self.b.lshr)
+
+    def add_signed_quads(self, sums: Any, x: Any, weights: Any) -> None:
+        self._add_quads(sums, x, weights, self.b.ashr)
+
+    def _add_quads(self, sums: Any, x: Any, weights: Any, shift: Callable[[Any, Any], Any]) -> None:
+        """Add products of signed bytes and those bytes of weights that `shift` extracts."""
         b, down = self.b, llvm.constant(24, _LANES, I32)
 
         def add_row(row: Any, _: list[Any]) -> list[Any]:
@@ -116,8 +127,8 @@ class _Operation:
                 [total], factor, codes = totals, self._element(x, row, k), self._load(self._row(weights, k))
                 for i in range(4):
                     up = llvm.constant(24 - 8 * i, _LANES, I32)
-                    signed, unsigned = b.ashr(b.shl(factor, up), down), b.lshr(b.shl(codes, up), down)
-                    total = b.add(total, b.mul(signed, unsigned))
+                    values, weighted = b.ashr(b.shl(factor, up), down), shift(b.shl(codes, up), down)
+                    total = b.add(total, b.mul(values, weighted))
                 return [total]
 
             place = self._row(sums, row)

@@ -72,6 +72,7 @@ def make_platform(
     num_ranks: int = 1,
     multiplies_int8: bool = False,
     multiplies_codes: bool = False,
+    multiplies_rounded: bool = False,
     layout: CodeLayout | None = None,
     cache_type: torch.dtype | None = None,
     draft: DraftShape | None = None,
@@ -82,7 +83,8 @@ def make_platform(
     weights' type), for a rank's share of the model `spec`, and for a speculator of the shape `draft`. A CPU's
     matrix products use `cpu_arithmetic`; products with codes round activations if `rounds_activations` is
     set, and AMX is used if it is available and `may_use_amx` is set, in int8 products if the model
-    `multiplies_int8`, and in products with other codes if it `multiplies_codes`. Raises DeviceError."""
+    `multiplies_int8`, in products with other codes if it `multiplies_codes`, and in those that round
+    activations if it `multiplies_rounded` ones. Raises DeviceError."""
     if device.type == "cuda":
         from tgis.shard.startup.cuda_platform import on_cuda
 
@@ -91,7 +93,7 @@ def make_platform(
         return on_cuda(device, kernel_cache, memory_fraction, *weights)
     from tgis.shard.startup.cpu_platform import on_cpu
 
-    multiplies = (multiplies_int8, multiplies_codes)
+    multiplies = (multiplies_int8, multiplies_codes, multiplies_rounded)
     return on_cpu(kernel_cache, cpu_arithmetic, rounds_activations, may_use_amx, *multiplies)
 
 

@@ -45,11 +45,13 @@ def on_cpu(
     may_use_amx: bool = False,
     multiplies_int8: bool = False,
     multiplies_codes: bool = False,
+    multiplies_rounded: bool = False,
 ) -> Platform:
     """Return the platform whose matrix products and attention use this arithmetic. Products with codes can
     round activations, and products can use AMX. The kernels of int8 products are checked only if the model
-    `multiplies_int8`, and those of other codes if it `multiplies_codes`. Compiled code is stored in
-    `kernel_cache` if there is no better directory."""
+    `multiplies_int8`, those of other codes if it `multiplies_codes`, and those of other codes and rounded
+    activations if it `multiplies_rounded` ones. Compiled code is stored in `kernel_cache` if there is no
+    better directory."""
     if kernel_cache is not None:
         add_run_directory(kernel_cache)
     rounds_activations = rounds_activations and _can_round()
@@ -57,9 +59,10 @@ def on_cpu(
     if arithmetic == "float32" and not rounds_activations and not multiplies_int8:
         return ON_CPU
     int8 = int8_check.choose_kernel(has_tiles and multiplies_int8)
+    rounded = code_check.choose_rounded_kernels(has_tiles and multiplies_rounded and rounds_activations)
     if arithmetic == "float32":
-        kernels = CpuKernels(rounds_activations, int8.kernel)
-        return replace(ON_CPU, kernels=kernels, replaced_kernels=int8.replaced)
+        kernels = CpuKernels(rounds_activations, int8.kernel, rounded.by_kind)
+        return replace(ON_CPU, kernels=kernels, replaced_kernels=(*int8.replaced, *rounded.replaced))
     assert arithmetic == "bfloat16"
     packer = self_check.choose_packer(has_tiles)
     codes = code_check.choose_tile_kernels(has_tiles and multiplies_codes)
@@ -69,11 +72,19 @@ def on_cpu(
     logger.info("matrix products and attention multiply in bfloat16 and accumulate in float32")
     return replace(
         ON_CPU,
-        kernels=BfloatKernels(packer.pack, rounds_activations, int8.kernel, codes.by_bits),
+        kernels=BfloatKernels(
+            packer.pack, rounds_activations, int8.kernel, {**codes.by_kind, **rounded.by_kind}
+        ),
         make_runner=HostRunners(attention, captures_steps=True),
         product_dtype=torch.bfloat16,
         cache_dtype=torch.bfloat16,
-        replaced_kernels=(*packer.replaced, *codes.replaced, *int8.replaced, *attention.replaced),
+        replaced_kernels=(
+            *packer.replaced,
+            *codes.replaced,
+            *rounded.replaced,
+            *int8.replaced,
+            *attention.replaced,
+        ),
     )
 
 

@@ -576,7 +576,9 @@ def _make_platform(
         reason = "the weights are not quantized" if device.type == "cpu" else "the model runs on a GPU"
         logger.warning("--activations %s has no effect: %s", config.activations, reason)
     multiplies_int8 = rounds or layout == int8.LAYOUT
-    multiplies_codes = layout not in (None, int8.LAYOUT) and (not rounds or bool(layout.table))
+    has_codes = layout is not None and layout != int8.LAYOUT
+    has_table = layout is not None and bool(layout.table)
+    multiplies_codes = has_codes and (not rounds or has_table)
     # Other products cannot use AMX.
     may_use_amx = config.cpu_amx == "auto" and (multiplies_int8 or config.cpu_arithmetic != "float32")
     return choose_platform.make_platform(
@@ -591,6 +593,7 @@ def _make_platform(
         config.world_size,
         multiplies_int8,
         multiplies_codes,
+        has_codes and rounds,
         layout,
         find_float8(config.kv_cache_dtype),
         draft,

@@ -12,6 +12,7 @@ from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu import lora as lora_kernels
 from tgis.shard.kernels.cpu.codes import product as code_product
+from tgis.shard.kernels.cpu.codes.layout import Kind
 from tgis.shard.kernels.cpu.codes.product import CodeProduct, JoinedProduct
 from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels
 from tgis.shard.kernels.cpu.delta_net import launch as delta_net
@@ -40,13 +41,18 @@ class CpuKernels(CpuRounder, Unfused):
     """`Kernels` by compiled kernels."""
 
     device = CPU
-    tile_kernels: Mapping[int, CodeTileKernels] = code_product.NO_KERNELS
-    """Kernels of products with codes on AMX tiles, by the bits of codes."""
 
-    def __init__(self, rounds_activations: bool = False, int8_kernel: Kernel | None = None):
+    def __init__(
+        self,
+        rounds_activations: bool = False,
+        int8_kernel: Kernel | None = None,
+        tile_kernels: Mapping[Kind, CodeTileKernels] = code_product.NO_KERNELS,
+    ):
         """Set whether products with the head, and with integer codes if the processor has the instructions,
-        round activations to 8 bits. `int8_kernel` replaces the default kernel of int8 products."""
+        round activations to 8 bits. `int8_kernel` replaces the default kernel of int8 products.
+        `tile_kernels` are those of products with codes on AMX tiles."""
         self._rounds_activations = rounds_activations
+        self._tile_kernels = tile_kernels
         self._pack_int8 = partial(int8.pack, kernel=int8_kernel)
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
@@ -60,7 +66,7 @@ class CpuKernels(CpuRounder, Unfused):
     ) -> Callable[[Stored], Product] | None:
         if layout == int8_scheme.LAYOUT:
             return self._pack_int8
-        tile_kernels = code_product.NO_KERNELS if role == "replicated" else self.tile_kernels
+        tile_kernels = code_product.NO_KERNELS if role == "replicated" else self._tile_kernels
         return code_product.find_packer(layout, self._rounds_activations, tile_kernels)
 
     def rounds_inputs(self, layout: CodeLayout) -> bool:
@@ -69,7 +75,7 @@ class CpuKernels(CpuRounder, Unfused):
         return self._rounds_activations and not layout.table and self.find_code_packer(layout) is not None
 
     def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
-        return code_product.find_table_packer(layout, self._rounds_activations, self.tile_kernels)
+        return code_product.find_table_packer(layout, self._rounds_activations, self._tile_kernels)
 
     def join(self, products: Sequence[Product]) -> Product:
         return JoinedProduct([each for each in products if isinstance(each, CodeProduct)])

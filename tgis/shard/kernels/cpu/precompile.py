@@ -48,7 +48,7 @@ _OF_EVERY_ARITHMETIC = (
     elementwise.change,
     kernel_graph.replay,
 )
-_BITS = (4, 8)  # of the codes
+_KINDS = tuple(Kind(bits, rounds_activations=False) for bits in (4, 8))
 # Objects between two garbage collections. With Python's default, collections take a tenth of the time.
 _OBJECTS = 500_000
 
@@ -75,10 +75,10 @@ def usual_kernels() -> tuple[Kernel, ...]:
         assert TILES is not None
         assert tiles.TILE_KERNELS is not None
         products = (
-            *(KERNELS_ON_TILES[bits].multiply for bits in _BITS),
+            *(KERNELS_ON_TILES[kind].multiply for kind in _KINDS),
             tiles.TILE_KERNELS.multiply,
             tiles.round_pairs,
-            *(KERNELS_ON_TILES[bits].round_rows for bits in _BITS),
+            *(KERNELS_ON_TILES[kind].round_rows for kind in _KINDS),
         )
         return (TILES.attend, *products, TILES.write, *_OF_EVERY_ARITHMETIC, pack)
     assert MULTIPLY_PAIRS is not None
@@ -87,7 +87,7 @@ def usual_kernels() -> tuple[Kernel, ...]:
 
 
 def _multiply_codes() -> list[Kernel]:
-    return [MULTIPLY[Kind(bits, rounds_activations=False)] for bits in _BITS]
+    return [MULTIPLY[kind] for kind in _KINDS]
 
 
 def compile_all(kernels: Sequence[Kernel], sources: Path | None = None) -> None:

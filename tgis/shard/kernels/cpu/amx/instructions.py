@@ -44,6 +44,9 @@ class Tiles(Protocol):
     def add_quads(self, sums: int, x: int, weights: int) -> None:
         """Add a product of signed (x) and unsigned (weights) bytes to int32 sums."""
 
+    def add_signed_quads(self, sums: int, x: int, weights: int) -> None:
+        """Add a product of signed bytes to int32 sums."""
+
     def release(self) -> None:
         """Reset the tiles, so that the system does not need to save them."""
 
@@ -73,6 +76,9 @@ class ProcessorTiles:
 
     def add_quads(self, sums: int, x: int, weights: int) -> None:
         self._call("tdpbsud", I8(sums), I8(x), I8(weights))
+
+    def add_signed_quads(self, sums: int, x: int, weights: int) -> None:
+        self._call("tdpbssd", I8(sums), I8(x), I8(weights))
 
     def release(self) -> None:
         self._call("tilerelease")

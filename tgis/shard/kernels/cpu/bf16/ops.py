@@ -10,6 +10,7 @@ from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.cpu.bf16.tile_product import TileProduct, empty_rounded
 from tgis.shard.kernels.cpu.codes import product as code_product
+from tgis.shard.kernels.cpu.codes.layout import Kind
 from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.layers.lora import TokenAdapters
@@ -25,11 +26,10 @@ class BfloatKernels(ops.CpuKernels):
         pack_bfloat16: Callable[[Stored], Product],
         rounds_activations: bool = False,
         int8_kernel: Kernel | None = None,
-        tile_kernels: Mapping[int, CodeTileKernels] = code_product.NO_KERNELS,
+        tile_kernels: Mapping[Kind, CodeTileKernels] = code_product.NO_KERNELS,
     ):
-        super().__init__(rounds_activations, int8_kernel)
+        super().__init__(rounds_activations, int8_kernel, tile_kernels)
         self._pack_bfloat16 = pack_bfloat16
-        self.tile_kernels = tile_kernels
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
         has_own = role == "replicated" or (role == "head" and self._rounds_activations)

@@ -29,7 +29,7 @@ from tgis.shard.kernels.cpu.codes.layout import (
 )
 from tgis.shard.kernels.cpu.codes.look_up import look_up
 from tgis.shard.kernels.cpu.codes.packing import pack_codes
-from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels, count_rounded_bytes
+from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels
 from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
@@ -40,7 +40,7 @@ _MIN_LOOKED_UP = 1 << 13  # minimum looked-up numbers for several threads
 _MIN_SHARED_ROWS = 64  # minimum rows that are rounded once for all threads
 _MIN_COLUMNS = 16  # minimum columns of a piece; with fewer, scales need more memory than codes
 _INTEGERS = (torch.int8, torch.uint8)
-NO_KERNELS: Mapping[int, CodeTileKernels] = MappingProxyType({})
+NO_KERNELS: Mapping[Kind, CodeTileKernels] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class CodeProduct:
     centre: int  # half the range of codes if there are offsets, otherwise 0
     numbers: Tensor  # float32 [2^bits], values of the codes
     places: Tensor | None  # int32 [COLUMNS], offsets of columns in a unit if bytes hold two codes
-    kernel: Kernel
-    round_rows: Kernel | None  # rounds many rows before `kernel`; None if `kernel` does not use tiles
+    kernel: Kernel  # for rows that `tiles` does not multiply
+    tiles: CodeTileKernels | None
 
     def __call__(self, x: Tensor) -> Tensor:
         y = empty(len(x), self.out_features)
@@ -112,27 +112,32 @@ class CodeProduct:
         check_rows(x, self.in_features)
         num_rows, pitch = y.shape
         if num_rows:
-            run = choose_run(self.kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
+            tiles = self.tiles if self.tiles and num_rows >= self.tiles.min_rows else None
+            kernel = self.kernel if tiles is None else tiles.multiply
+            run = choose_run(kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
             addresses = (x.data_ptr(), y.data_ptr() + 4 * first)
             size = (num_rows, self.in_features, torch.get_num_threads())
             run(*size, *addresses, pitch, *self._describe(), _address(rounded))
 
     def round(self, x: Tensor) -> Tensor | None:
         """Return the rows as the kernel reads them, or None if its threads round them."""
-        if self.round_rows is None or len(x) < _MIN_SHARED_ROWS:
+        if self.tiles is None or len(x) < _MIN_SHARED_ROWS:
             return None
         check_rows(x, self.in_features)
-        num_bytes = count_rounded_bytes(len(x), self.pieces.count, self.pieces.units)
+        num_bytes = self.tiles.count_rounded_bytes(len(x), self.pieces.count, self.pieces.units)
         rounded = empty(num_bytes // 4)
         addresses = (x.data_ptr(), rounded.data_ptr())
-        self.round_rows.parallel(len(x), self.in_features, *addresses, *self._describe())
+        self.tiles.round_rows.parallel(len(x), self.in_features, *addresses, *self._describe())
         return rounded
 
     def rounds_like(self, other: "CodeProduct") -> bool:
         """Return True if `round` returns the same as that of another product."""
-        if self.round_rows is not other.round_rows or self.pieces != other.pieces:
+        if self.tiles is None or other.tiles is None or self.pieces != other.pieces:
             return False
-        return self.order is other.order is None
+        if self.tiles.round_rows is not other.tiles.round_rows or not self.order is other.order is None:
+            return False
+        # Sums of values of 8 bits are multiplied by their scales if there are offsets.
+        return self.tiles.value_bytes > 1 or self.scales.has_offsets == other.scales.has_offsets
 
     @property
     def width(self) -> int:
@@ -184,7 +189,7 @@ class JoinedProduct:
 
 
 def find_packer(
-    layout: CodeLayout, rounds_activations: bool, tile_kernels: Mapping[int, CodeTileKernels] = NO_KERNELS
+    layout: CodeLayout, rounds_activations: bool, tile_kernels: Mapping[Kind, CodeTileKernels] = NO_KERNELS
 ) -> Callable[[Stored], CodeProduct] | None:
     """Return `pack` if products support this layout. With `rounds_activations`, they round activations to 8
     bits, except for indices of a table and on processors without the instructions."""
@@ -203,7 +208,7 @@ def find_packer(
 
 
 def find_table_packer(
-    layout: CodeLayout, rounds_activations: bool, tile_kernels: Mapping[int, CodeTileKernels] = NO_KERNELS
+    layout: CodeLayout, rounds_activations: bool, tile_kernels: Mapping[Kind, CodeTileKernels] = NO_KERNELS
 ) -> Callable[[Stored], CodeProduct] | None:
     """Return `pack` if rows of the packed matrix can be looked up."""
     if layout.has_zeros or layout.is_reordered:
@@ -224,10 +229,12 @@ def _find_columns(group: int | None) -> int:
 
 
 def pack(
-    weight: Stored, rounds_activations: bool = False, tile_kernels: Mapping[int, CodeTileKernels] = NO_KERNELS
+    weight: Stored,
+    rounds_activations: bool = False,
+    tile_kernels: Mapping[Kind, CodeTileKernels] = NO_KERNELS,
 ) -> CodeProduct:
-    """Pack the codes of a weight [out_features, in_features]. `tile_kernels` are those of `tiles.py` if
-    products with codes have bfloat16 arithmetic. Raises WeightsError."""
+    """Pack the codes of a weight [out_features, in_features]. `tile_kernels` are those on AMX
+    tiles that products use, by their kind. Raises WeightsError."""
     out_features, in_features = weight.shape
     layout = weight.layout()
     assert layout is not None
@@ -264,8 +271,8 @@ def pack(
         1 << (layout.bits - 1) if layout.has_offsets and layout.dtype == torch.uint8 else 0,
         _list_numbers(layout, kind),
         places,
-        kernels.MULTIPLY[kind] if on_tiles is None else on_tiles.multiply,
-        None if on_tiles is None else on_tiles.round_rows,
+        kernels.MULTIPLY[kind],
+        on_tiles,
     )
 
 
@@ -343,11 +350,11 @@ def _find_kind(layout: CodeLayout, rounds_activations: bool) -> Kind:
 
 
 def _find_tile_kernels(
-    layout: CodeLayout, kind: Kind, by_bits: Mapping[int, CodeTileKernels]
+    layout: CodeLayout, kind: Kind, by_kind: Mapping[Kind, CodeTileKernels]
 ) -> CodeTileKernels | None:
-    """Return the kernels on tiles if there are any and codes are exact in bfloat16."""
-    is_exact = not kind.rounds_activations and (not layout.table or _fits_bfloat16(layout.table))
-    return by_bits.get(kind.bits) if is_exact else None
+    """Return the kernels on tiles if there are any and codes are exact as elements of tiles."""
+    is_exact = not layout.table or _fits_bfloat16(layout.table)
+    return by_kind.get(kind) if is_exact else None
 
 
 def _fits_bfloat16(table: tuple[float, ...]) -> bool:

@@ -3,8 +3,9 @@
 rounding."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
@@ -20,6 +21,8 @@ _VECTORS = GROUP // _LANES  # vectors per group
 _TINY = 1e-30  # groups whose largest magnitude is smaller become zeros
 _MAGNITUDE = 0x7FFFFFFF
 _INTEGERS = ir.VectorType(I32, _LANES)
+Masks = Sequence[Sequence[Any]]
+"""For each vector of a group, the masks for loading and for storing. None: all lanes."""
 
 
 def make_quantizer(width: int) -> Any:
@@ -28,26 +31,43 @@ def make_quantizer(width: int) -> Any:
 
     @llvm_function()
     def quantize_group(b: Any, x: Any, n: Any, padded: Any, out: Any) -> None:
-        ragged, end = b.append_basic_block("ragged"), b.append_basic_block("end")
-        cases = b.switch(n, ragged)
-        for count in range(1, _VECTORS + 1):
-            block = b.append_basic_block(f"vectors{count}")
-            cases.add_case(I64(_LANES * count), block)
-            b.position_at_end(block)
-            _quantize(b, x, out, [(None, None)] * count, width)
-            b.branch(end)
-        b.position_at_end(ragged)
-        begins = [I64(_LANES * i) for i in range(_VECTORS)]
-        masks = [[llvm.first_lanes(b, b.sub(m, begin), _LANES) for m in (n, padded)] for begin in begins]
-        _quantize(b, x, out, masks, width)
-        b.branch(end)
-        b.position_at_end(end)
+        choose_masks(b, n, padded, partial(_quantize, b, x, out, width))
 
     return quantize_group
 
 
-def _quantize(b: Any, x: Any, out: Any, masks: Sequence[Sequence[Any]], width: int) -> None:
-    """Emit the code for a group. masks: for each vector, the masks for loading and for storing."""
+def choose_masks(b: Any, n: Any, padded: Any, build: Callable[[Masks], None]) -> None:
+    """Emit code for groups of n activations that are zero-padded to `padded` values."""
+    ragged, end = b.append_basic_block("ragged"), b.append_basic_block("end")
+    cases = b.switch(n, ragged)
+    for count in range(1, _VECTORS + 1):
+        block = b.append_basic_block(f"vectors{count}")
+        cases.add_case(I64(_LANES * count), block)
+        b.position_at_end(block)
+        build([(None, None)] * count)
+        b.branch(end)
+    b.position_at_end(ragged)
+    begins = [I64(_LANES * i) for i in range(_VECTORS)]
+    build([[llvm.first_lanes(b, b.sub(m, begin), _LANES) for m in (n, padded)] for begin in begins])
+    b.branch(end)
+    b.position_at_end(end)
+
+
+def _quantize(b: Any, x: Any, out: Any, width: int, masks: Masks) -> None:
+    group = round_group(b, x, masks)
+    store_group(b, group, b.add(out, I64(HEADER)), masks, width)
+    b.store(group.scale, llvm.pointer_to(b, FLOAT, out), align=4)
+    b.store(group.correction, llvm.pointer_to(b, I32, out, I64(4)), align=4)
+
+
+class RoundedGroup(NamedTuple):
+    vectors: list[Any]  # int32
+    scale: Any  # float32
+    correction: Any  # int32, the sum times -OFFSET
+
+
+def round_group(b: Any, x: Any, masks: Masks) -> RoundedGroup:
+    """Emit the rounding of a group."""
     values = [
         llvm.load_vector(b, b.add(x, I64(4 * _LANES * i)), _LANES, inside)
         for i, (inside, _) in enumerate(masks)
@@ -59,11 +79,15 @@ def _quantize(b: Any, x: Any, out: Any, masks: Sequence[Sequence[Any]], width: i
     factor = b.select(is_zero, FLOAT(0.0), b.fdiv(FLOAT(float(LARGEST)), largest))
     factors = llvm.broadcast(b, factor, _LANES)
     rounded = [_round(b, b.fmul(value, factors)) for value in values]
-    for i, (vector, (_, stored)) in enumerate(zip(rounded, masks, strict=True)):
-        _store(b, vector, b.add(out, I64(HEADER + i * _LANES * width)), stored, 8 * width)
     scale = b.select(is_small, FLOAT(0.0), b.fdiv(largest, FLOAT(float(LARGEST))))
-    b.store(b.select(is_finite, scale, FLOAT(math.nan)), llvm.pointer_to(b, FLOAT, out), align=4)
-    b.store(b.mul(_reduce(b, "add", rounded), I32(-OFFSET)), llvm.pointer_to(b, I32, out, I64(4)), align=4)
+    scale = b.select(is_finite, scale, FLOAT(math.nan))
+    return RoundedGroup(rounded, scale, b.mul(_reduce(b, "add", rounded), I32(-OFFSET)))
+
+
+def store_group(b: Any, group: RoundedGroup, to: Any, masks: Masks, width: int) -> None:
+    """Emit the store of a group's values, `width` bytes each."""
+    for i, (vector, (_, stored)) in enumerate(zip(group.vectors, masks, strict=True)):
+        _store(b, vector, b.add(to, I64(i * _LANES * width)), stored, 8 * width)
 
 
 def _round(b: Any, x: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tgis.shard.kernels.cpu.codes.conversion import emit_numbers, load_table
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS, KINDS, UNIT, UNIT_BIT, VECTORS
-from tgis.shard.kernels.cpu.codes.tiles.pairs import find_pair_order, prefetch_unit
+from tgis.shard.kernels.cpu.codes.tiles.widening import find_pair_order, prefetch_unit
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
@@ -34,8 +34,8 @@ def multiply_few_rows(
     """Compute cells[:rows, :COLUMNS] = x[:rows] @ the codes of a piece. Rows of x are float32, rounded to
     bfloat16, and `stride` bytes apart. A chain has the columns of `step_units` units. The code prefetches the
     same number of units at the address `ahead`."""
-    if LANES != 16:
-        return  # no such processor has AMX
+    if LANES != 16 or KINDS[element].rounds_activations:
+        return  # no such processor has AMX, and few rounded rows are multiplied without tiles
     end = b.append_basic_block("end")
     cases = b.switch(rows, end)
     for num_rows in range(1, FEW_ROWS + 1):

@@ -22,8 +22,7 @@ from tgis.shard.kernels.cpu.codes.kernels import (
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, PLANE, VECTORS
 from tgis.shard.kernels.cpu.codes.scales import find_scales
 from tgis.shard.kernels.cpu.codes.tiles.chains import multiply_few_rows
-from tgis.shard.kernels.cpu.codes.tiles.pairs import PAIR_ROW, UNIT_PAIRS, widen_to_pairs
-from tgis.shard.kernels.cpu.codes.tiles.rows import STEP_UNITS
+from tgis.shard.kernels.cpu.codes.tiles.rows import count_step_units
 from tgis.shard.kernels.cpu.codes.tiles.sums import (
     CELLS_BYTES,
     NUM_WEIGHTS,
@@ -33,9 +32,10 @@ from tgis.shard.kernels.cpu.codes.tiles.sums import (
     add_cells,
     compute_cells,
 )
+from tgis.shard.kernels.cpu.codes.tiles.widening import WIDE_ROW, widen_for_tiles
 from tgis.shard.kernels.cpu.jit.compiler import ordered, pointer
 
-_WIDE_BLOCK = PIECE // 2 * PAIR_ROW  # maximum bytes of a block, those of the largest piece
+_WIDE_BLOCK = PIECE // 2 * WIDE_ROW  # maximum bytes of a block, those of the largest piece
 # Bytes of a block of several pieces. The first-level cache holds a block, the next one, and cells.
 _BLOCK_BYTES = _WIDE_BLOCK // 2
 _MAX_PIECES = 4  # maximum pieces of a block
@@ -86,15 +86,17 @@ def clear_scratch(scratch: Any, is_padded: int) -> None:
 
 @ordered
 def _describe_block(w: Any, rows: int) -> Any:
-    steps, depth = -(-w.units // STEP_UNITS), UNIT_PAIRS * min(w.units, STEP_UNITS)
-    wide_bytes = steps * depth * PAIR_ROW
+    step_units = count_step_units(w)
+    steps, depth = -(-w.units // step_units), w.wide_unit // WIDE_ROW * min(w.units, step_units)
+    wide_bytes = steps * depth * WIDE_ROW
     pieces = 1 if rows <= _SINGLE_PIECE_ROWS else min(_MAX_PIECES, max(1, _BLOCK_BYTES // wide_bytes))
     return _BlockShape(pieces, w.units * w.unit_bytes + w.scale_bytes, wide_bytes, steps, depth)
 
 
 @ordered
 def _write_shapes(memory: int, rows: int, depth: int) -> None:
-    """Write the tile configuration for `rows` (1 to TILE_ROWS) rows of x and `depth` pairs per step."""
+    """Write the tile configuration for `rows` (1 to TILE_ROWS) rows of x and `depth` pairs or quads
+    per step."""
     carray(pointer(memory, _U8), (SHAPES_BYTES,))[:] = 0
     carray(pointer(memory, _U8), (1,))[0] = 1
     widths = carray(pointer(memory + _WIDTHS_AT, _U16), (_NUM_SHAPES,))
@@ -116,7 +118,7 @@ def _widen(w: Any, block: Any, to: int, at: int, first: int, following: int, ele
         prefetch_lines(ahead, w.scale_bytes)
         codes, soon = place + w.scale_bytes, ahead + w.scale_bytes
         wide, units = to + i * block.wide_bytes, count_units(w, first + i)
-        widen_to_pairs(wide, block.depth * ROW_BYTES, codes, units, w.table, soon, element)
+        widen_for_tiles(wide, block.depth * ROW_BYTES, codes, units, w.table, soon, element)
 
 
 @ordered
@@ -165,17 +167,18 @@ def multiply_panel(
                 _write_shapes(scratch.tiles, height, block.depth)
                 configure(scratch.tiles)
                 configured = height
-            sums = scratch.sums + row * PAIR_ROW
+            sums = scratch.sums + row * WIDE_ROW
             is_done = first + count == pieces and is_whole and height == TILE_ROWS
-            out = (y + 4 * (row * pitch + panel * COLUMNS), 4 * pitch) if is_done else (sums, PAIR_ROW)
-            begin, ends = x.rows + row * w.row_bytes + after, x.sums + 4 * row + after
+            out = (y + 4 * (row * pitch + panel * COLUMNS), 4 * pitch) if is_done else (sums, WIDE_ROW)
+            begin = x.rows + row * w.row_bytes + after
+            of_rows = (x.sums + 4 * row + after, x.scales + 4 * row + after, x.piece_bytes)
             sources = (begin, x.piece_bytes, w.row_bytes, wide, count, block.steps, block.depth * ROW_BYTES)
-            compute_cells(scratch.tiles, scratch.cells, *sources)
-            given = (scratch.cells, count, ends, x.piece_bytes, scales, scale_bytes, w.has_offsets, zeros)
-            add_block(height, first == 0, sums, *out, *given)
+            compute_cells(scratch.tiles, scratch.cells, *sources, element)
+            given = (scratch.cells, count, *of_rows, scales, scale_bytes, w.has_offsets, zeros)
+            add_block(height, first == 0, sums, *out, *given, element)
         wide, next_wide = next_wide, wide
     done = rows // TILE_ROWS * TILE_ROWS if is_whole else 0
-    copy_sums(scratch.sums + done * PAIR_ROW, rows - done, y + 4 * done * pitch, pitch, w.out_features, panel)
+    copy_sums(scratch.sums + done * WIDE_ROW, rows - done, y + 4 * done * pitch, pitch, w.out_features, panel)
     return configured
 
 
@@ -194,7 +197,7 @@ def multiply_panel_by_few(
         after = piece * x.piece_bytes
         scales = find_scales(w, panel, piece, at, scratch.scales, w.centre)
         codes, soon = at + w.scale_bytes, ahead + w.scale_bytes
-        given = (codes, w.table, units, STEP_UNITS, soon, element)
+        given = (codes, w.table, units, count_step_units(w), soon, element)
         multiply_few_rows(rows, scratch.cells, x.rows + after, w.row_bytes, *given)
         zeros = find_zeros(w, panel, piece)
         add_cells(scratch.sums, scratch.cells, rows, x.sums + after, scales, w.has_offsets, zeros)

@@ -1,5 +1,5 @@
-"""Rows of x for products with codes on AMX tiles, rounded to bfloat16: pairs for tiles, and float32 for few
-rows."""
+"""Rows of x for products with codes on AMX tiles. With bfloat16 arithmetic, they are rounded to pairs for
+tiles, and to float32 for few rows. Otherwise, each piece of a row is rounded to 8 bits and has a scale."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,48 +11,124 @@ from numba import carray
 
 from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
 from tgis.shard.kernels.cpu.codes.kernels import copy_row, count_pieces, count_units
-from tgis.shard.kernels.cpu.codes.layout import KINDS, PIECE, UNIT
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, KINDS, PIECE, UNIT, Kind
 from tgis.shard.kernels.cpu.codes.tiles.chains import FEW_ROWS
-from tgis.shard.kernels.cpu.codes.tiles.pairs import UNIT_PAIRS, find_pair_order
+from tgis.shard.kernels.cpu.codes.tiles.widening import (
+    QUADS_UNIT,
+    WIDE_ROW,
+    find_pair_order,
+)
+from tgis.shard.kernels.cpu.int8.quantize import (
+    OFFSET,
+    Masks,
+    choose_masks,
+    round_group,
+    store_group,
+)
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered, pointer
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I16, I32, I64
 
-STEP_UNITS = TILE_ROWS // UNIT_PAIRS  # units of a tile
 _LINE = 64  # bytes of a cache line
 FLOAT_ROW = 4 * PIECE + 64  # bytes of a piece in float32 and its sum
 _U8, _F32 = np.uint8(0), np.float32(0)
 
 
 class RoundedRows(NamedTuple):
-    """Addresses of a piece of rounded rows and of their sums, float32. Rows of a piece are adjacent."""
+    """Addresses of a piece of rounded rows and of their sums and scales, float32. Rows of a piece are
+    adjacent. Rows of pairs have no scales."""
 
     rows: int
     sums: int
+    scales: int
     piece_bytes: int  # distance of pieces
 
 
 @ordered
-def count_row_bytes(units: int, is_few: int) -> int:
-    """Return the bytes of a piece of a row: float32, or pairs that fill whole tiles."""
-    return 4 * UNIT * units if is_few else -(-units // STEP_UNITS) * ROW_BYTES
+def count_step_units(w: Any) -> Any:
+    """Return the units of a tile."""
+    return TILE_ROWS * WIDE_ROW // w.wide_unit
 
 
 @ordered
-def place_rows(row_bytes: int, rows: int, at: int) -> Any:
-    """Return the places of rows that `round_rows` writes to an address. Both rows and sums fill whole
+def count_row_bytes(units: int, is_few: int, wide_unit: int) -> int:
+    """Return the bytes of a piece of a row: float32, or pairs or quads of part of a tile or whole tiles."""
+    if is_few:
+        return 4 * UNIT * units
+    row_bytes = units * wide_unit // COLUMNS
+    return row_bytes if row_bytes < ROW_BYTES else -(-row_bytes // ROW_BYTES) * ROW_BYTES
+
+
+@ordered
+def place_rows(w: Any, rows: int, at: int) -> Any:
+    """Return the places of rows that `round_rows` writes to an address. Rows, sums and scales fill whole
     tiles."""
     padded = rows if rows <= FEW_ROWS else -(-rows // TILE_ROWS) * TILE_ROWS
-    return RoundedRows(at, at + padded * row_bytes, padded * (row_bytes + 4))
+    sums = at + padded * w.row_bytes
+    scales = sums + 4 * padded * (w.wide_unit == QUADS_UNIT)
+    return RoundedRows(at, sums, scales, scales + 4 * padded - at)
 
 
 @llvm_function()
-def _round_to_pairs(
-    b: Any, x: Any, pieces: Any, units: Any, to: Any, sum_at: Any, stride: Any, element: Any
+def _round_for_tiles(
+    b: Any,
+    x: Any,
+    pieces: Any,
+    units: Any,
+    to: Any,
+    sum_at: Any,
+    scale_at: Any,
+    stride: Any,
+    has_offsets: Any,
+    element: Any,
 ) -> None:
-    """Round adjacent pieces of float32 to pairs, and store the sums of the rounded numbers. Rounded pieces
-    are `stride` bytes apart, and so are sums."""
-    order = list(find_pair_order(KINDS[element].bits))
+    """Round adjacent pieces of float32 to pairs or quads, and store the sums of the rounded numbers, and the
+    scales of quads. Sums of quads include the scale if `has_offsets`. Rounded pieces are `stride` bytes
+    apart, and so are sums and scales."""
+    kind = KINDS[element]
+    if kind.rounds_activations:
+        _round_to_quads(b, x, pieces, units, to, sum_at, scale_at, stride, has_offsets)
+    else:
+        _round_to_pairs(b, x, pieces, units, to, sum_at, stride, kind)
+
+
+def _round_to_quads(
+    b: Any,
+    x: Any,
+    pieces: Any,
+    units: Any,
+    to: Any,
+    sum_at: Any,
+    scale_at: Any,
+    stride: Any,
+    has_offsets: Any,
+) -> None:
+    """Emit the rounding of pieces to 8 bits."""
+    size = b.mul(units, I64(UNIT))
+    includes_scale = b.icmp_signed("!=", has_offsets, I64(0))
+
+    def round_piece(piece: Any, _: list[Any]) -> list[Any]:
+        begin, after = b.add(x, b.mul(piece, b.mul(size, I64(4)))), b.mul(piece, stride)
+
+        def build(masks: Masks) -> None:
+            group = round_group(b, begin, masks)
+            store_group(b, group, b.add(to, after), masks, 1)
+            total = b.fmul(b.sitofp(group.correction, FLOAT), FLOAT(-1 / OFFSET))
+            total = b.select(includes_scale, b.fmul(total, group.scale), total)
+            for number, place in ((total, sum_at), (group.scale, scale_at)):
+                b.store(number, llvm.pointer_to(b, FLOAT, place, after), align=4)
+
+        choose_masks(b, size, size, build)
+        return []
+
+    llvm.loop(b, pieces, [], round_piece, unrolls=False)
+
+
+def _round_to_pairs(
+    b: Any, x: Any, pieces: Any, units: Any, to: Any, sum_at: Any, stride: Any, kind: Kind
+) -> None:
+    """Emit the rounding of pieces to bfloat16."""
+    order = list(find_pair_order(kind.bits))
 
     def store_units(place: Any, u: Any, rounded: Any) -> None:
         lanes = rounded.type.count
@@ -66,7 +142,7 @@ def _round_to_pairs(
 
 @llvm_function()
 def _round_to_floats(b: Any, x: Any, pieces: Any, units: Any, to: Any, sum_at: Any, stride: Any) -> None:
-    """Round adjacent pieces to bfloat16 in float32. See `_round_to_pairs`."""
+    """Round adjacent pieces to bfloat16 in float32. See `_round_for_tiles`."""
 
     def store_units(place: Any, u: Any, rounded: Any) -> None:
         llvm.store_vector(b, _as_floats(b, rounded), b.add(place, b.mul(u, I64(4 * UNIT))))
@@ -128,40 +204,44 @@ def _as_floats(b: Any, bits: Any) -> Any:
 
 @ordered
 def _round_piece(
-    w: Any, x: int, piece: int, row: int, to: int, sum_at: int, is_few: int, element: Any
+    w: Any, x: int, piece: int, row: int, to: int, sum_at: int, scale_at: int, is_few: int, element: Any
 ) -> None:
-    """Round a piece of a row of x to pairs, or with `is_few` to float32, and store the sum of the rounded
+    """Round a piece of a row of x for tiles, or with `is_few` to float32, and store the sum of the rounded
     numbers. `row` is the address of scratch memory for the piece in float32."""
     units = count_units(w, piece)
     copy_row(w, x, piece, row)
     if is_few:
         _round_to_floats(row, 1, units, to, sum_at, 0)
     else:
-        _round_to_pairs(row, 1, units, to, sum_at, 0, element)
-        padding = w.row_bytes - 2 * UNIT * units
-        if padding:
-            carray(pointer(to + 2 * UNIT * units, _U8), (padding,))[:] = 0
+        _round_for_tiles(row, 1, units, to, sum_at, scale_at, 0, w.has_offsets, element)
+        size = units * w.wide_unit // COLUMNS
+        if w.row_bytes > size:
+            carray(pointer(to + size, _U8), (w.row_bytes - size,))[:] = 0
 
 
 @ordered
 def round_rows(
     w: Any, x: int, width: int, begin: int, end: int, row: int, to: Any, is_few: int, element: Any
 ) -> None:
-    """Round rows `begin` to `end` of x, `width` columns each, and clear the sums of following rows of the
-    same tile. `row` is the address of FLOAT_ROW bytes."""
+    """Round rows `begin` to `end` of x, `width` columns each, and clear the sums and scales of following rows
+    of the same tile. `row` is the address of FLOAT_ROW bytes."""
     pieces = count_pieces(w)
     is_whole = not w.order and w.in_features == pieces * w.units * UNIT
-    has_padding = not is_few and w.row_bytes > 2 * UNIT * w.units
+    has_padding = not is_few and w.row_bytes > w.units * w.wide_unit // COLUMNS
     for r in range(begin, end):
-        source, place, sum_at = x + 4 * r * width, to.rows + r * w.row_bytes, to.sums + 4 * r
+        source, place = x + 4 * r * width, to.rows + r * w.row_bytes
+        sum_at, scale_at = to.sums + 4 * r, to.scales + 4 * r
         if not is_whole or has_padding:
             for piece in range(pieces):
                 after = piece * to.piece_bytes
-                _round_piece(w, source, piece, row, place + after, sum_at + after, is_few, element)
+                places = (place + after, sum_at + after, scale_at + after)
+                _round_piece(w, source, piece, row, *places, is_few, element)
         elif is_few:
             _round_to_floats(source, pieces, w.units, place, sum_at, to.piece_bytes)
         else:
-            _round_to_pairs(source, pieces, w.units, place, sum_at, to.piece_bytes, element)
+            given = (place, sum_at, scale_at, to.piece_bytes, w.has_offsets)
+            _round_for_tiles(source, pieces, w.units, *given, element)
     padded = end if is_few else -(-end // TILE_ROWS) * TILE_ROWS
     for piece in range(pieces):
-        carray(pointer(to.sums + 4 * end + piece * to.piece_bytes, _F32), (padded - end,))[:] = 0
+        for first in (to.sums, to.scales):
+            carray(pointer(first + 4 * end + piece * to.piece_bytes, _F32), (padded - end,))[:] = 0

@@ -1,5 +1,6 @@
-"""Chooses the kernels of products with codes and bfloat16 arithmetic when a shard starts: those on AMX tiles
-if they return correct products."""
+"""Chooses the kernels of products with codes on AMX tiles when a shard starts: those with bfloat16 arithmetic
+if they return correct products, and those with rounded activations if they return the same bits as products
+without tiles."""
 
 import logging
 from collections.abc import Mapping
@@ -11,22 +12,24 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import ALL
 from tgis.shard.kernels.cpu.codes import product
+from tgis.shard.kernels.cpu.codes.layout import Kind
 from tgis.shard.kernels.cpu.codes.tile_kernels import CodeTileKernels
 from tgis.shard.kernels.cpu.codes.tiles.kernels import KERNELS_ON_TILES
 from tgis.shard.kernels.cpu.replaced import warn_without_amx
 
 logger = logging.getLogger(__name__)
 
-REPLACED = "multiply_4_bits_on_tiles"  # name of the kernel that is checked for all
+# Names of the kernels that are checked for all.
+REPLACED, REPLACED_ROUNDED = "multiply_4_bits_on_tiles", "multiply_4_bits_rounded_on_tiles"
 # Sizes of the products of the self-check.
-_ROWS = (1, 19)
+_ROWS, _ROUNDED_ROWS = (1, 19), (35, 64)
 _IN_FEATURES, _GROUP = 212, 32
 _OUT_FEATURES = 70
 _BOUND = 1e-6  # of errors, as a fraction of the sum of absolute products
 
 
 class TileKernels(NamedTuple):
-    by_bits: Mapping[int, CodeTileKernels]
+    by_kind: Mapping[Kind, CodeTileKernels]
     replaced: tuple[str, ...] = ()
     """Names of kernels that failed the self-check."""
 
@@ -54,19 +57,35 @@ class _RandomCodes:
 
 
 def choose_tile_kernels(
-    has_tiles: bool, kernels: Mapping[int, CodeTileKernels] = KERNELS_ON_TILES
+    has_tiles: bool, kernels: Mapping[Kind, CodeTileKernels] = KERNELS_ON_TILES
 ) -> TileKernels:
-    """Return the kernels on tiles by the bits of codes, or none. `has_tiles` is True if AMX may be used."""
-    if not has_tiles or not kernels:
+    """Return the kernels with bfloat16 arithmetic by the kind of products, or none. `has_tiles` is True if
+    AMX may be used."""
+    own = {kind: each for kind, each in kernels.items() if not kind.rounds_activations}
+    if not has_tiles or not own:
         return TileKernels({})
-    if is_near(kernels):
+    if is_near(own):
         logger.info("products with codes of 2 to 8 bits use AMX tiles")
-        return TileKernels(kernels)
+        return TileKernels(own)
     warn_without_amx(REPLACED, "AMX_BF16")
     return TileKernels({}, (REPLACED,))
 
 
-def is_near(kernels: Mapping[int, CodeTileKernels]) -> bool:
+def choose_rounded_kernels(
+    has_tiles: bool, kernels: Mapping[Kind, CodeTileKernels] = KERNELS_ON_TILES
+) -> TileKernels:
+    """Return the kernels with rounded activations by the kind of products, or none."""
+    own = {kind: each for kind, each in kernels.items() if kind.rounds_activations}
+    if not has_tiles or not own:
+        return TileKernels({})
+    if is_same(own):
+        logger.info("products of many rows with codes and rounded activations use AMX tiles")
+        return TileKernels(own)
+    warn_without_amx(REPLACED_ROUNDED, "AMX_INT8")
+    return TileKernels({}, (REPLACED_ROUNDED,))
+
+
+def is_near(kernels: Mapping[Kind, CodeTileKernels]) -> bool:
     """Return True if a small random product is correct within the rounding of float32, and its rows do not
     depend on each other."""
     weight = _RandomCodes()
@@ -77,3 +96,11 @@ def is_near(kernels: Mapping[int, CodeTileKernels]) -> bool:
     y = multiply(x)
     is_correct = bool(((y - wide @ numbers.T).abs() <= bound).all())
     return is_correct and all(torch.equal(multiply(x[:count]), y[:count]) for count in _ROWS)
+
+
+def is_same(kernels: Mapping[Kind, CodeTileKernels]) -> bool:
+    """Return True if a small random product with rounded activations has the bits of one without tiles."""
+    weight = _RandomCodes()
+    actual, expected = (product.pack(weight, True, each) for each in (kernels, product.NO_KERNELS))
+    x = torch.randn(max(_ROUNDED_ROWS), _IN_FEATURES, generator=torch.Generator().manual_seed(1))
+    return all(torch.equal(actual(x[:count]), expected(x[:count])) for count in _ROUNDED_ROWS)

@@ -1,26 +1,30 @@
 """Builders of the LLVM code that adds products of rows of x and pieces to sums.
 
-A cell is the product of a row and a column of a piece. An element of the result is a chain of multiply-adds
-of cells and scales, over all pieces in their order, whatever the number of rows."""
+A cell is the product of a row and a column of a piece, a float or, with rounded activations, an exact
+integer. An element of the result is a chain of multiply-adds of cells and scales, over all pieces in their
+order, whatever the number of rows."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from llvmlite import ir
+
 from tgis.shard.kernels.cpu.amx.inner_loop import open_tiles
 from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
 from tgis.shard.kernels.cpu.codes.inner_loop import load_zeros
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PLANE, VECTORS
-from tgis.shard.kernels.cpu.codes.tiles.pairs import PAIR_ROW
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, KINDS, PLANE, VECTORS
+from tgis.shard.kernels.cpu.codes.tiles.widening import WIDE_ROW
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
-from tgis.shard.kernels.cpu.jit.llvm import FUSED, I64
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I32, I64
 
 # Tiles: cells of each vector, rows of x, and weights, in turns.
 X, WEIGHTS, NUM_WEIGHTS = VECTORS, VECTORS + 1, 3
-CELLS_BYTES = TILE_ROWS * PAIR_ROW  # bytes of the cells of a piece
+CELLS_BYTES = TILE_ROWS * WIDE_ROW  # bytes of the cells of a piece
 _TILE_BYTES = TILE_ROWS * ROW_BYTES
+_FLOATS, _INTEGERS = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES)
 _HEIGHTS = (TILE_ROWS // 4, TILE_ROWS // 2, TILE_ROWS)  # rows whose sums of a vector are in registers
 
 
@@ -31,13 +35,21 @@ class _Factors(NamedTuple):
     offsets: Any | None
     zeros: Any | None
 
-    def add(self, b: Any, total: Any, cell: Any, row_sum: Callable[[], Any]) -> Any:
-        """Emit total + row sum * offsets + (cell - zeros * row sum) * scales."""
+    def add(
+        self,
+        b: Any,
+        total: Any,
+        cell: Any,
+        row_sum: Callable[[], Any],
+        row_scale: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Emit total + row sum * offsets + (cell - zeros * row sum) * scales. Rows may have scales, too."""
         if self.offsets is not None:
             total = llvm.multiply_add(b, row_sum(), self.offsets, total)
         if self.zeros is not None:
             cell = b.fsub(cell, b.fmul(self.zeros, row_sum(), **FUSED), **FUSED)
-        return llvm.multiply_add(b, cell, self.scales, total)
+        scales = self.scales if row_scale is None else b.fmul(row_scale(), self.scales)
+        return llvm.multiply_add(b, cell, scales, total)
 
 
 class _Terms(NamedTuple):
@@ -80,7 +92,7 @@ def add_cells(
         def add_row(r: Any, _: list[Any]) -> list[Any]:
             row_sum = llvm.load_broadcast(b, b.add(row_sums, b.mul(r, I64(4))), LANES)
             for v, factors in enumerate(vectors):
-                place = b.add(b.mul(r, I64(PAIR_ROW)), I64(4 * LANES * v))
+                place = b.add(b.mul(r, I64(WIDE_ROW)), I64(4 * LANES * v))
                 cell = llvm.load_vector(b, b.add(cells, place), LANES)
                 total = llvm.load_vector(b, b.add(sums, place), LANES)
                 llvm.store_vector(b, factors.add(b, total, cell, lambda: row_sum), b.add(sums, place))
@@ -99,21 +111,23 @@ def compute_cells(
     x: Any,
     x_bytes: Any,
     row_bytes: Any,
-    pairs: Any,
+    wide: Any,
     pieces: Any,
     steps: Any,
     tile_bytes: Any,
+    element: Any,
 ) -> None:
     """Compute the cells of pieces, [pieces, VECTORS, TILE_ROWS, LANES], for the configured rows of x.
 
     A widened piece has `steps` times VECTORS tiles. Numbers that end with `_bytes` are distances: of pieces
     and rows of x, and of tiles."""
     tiles = open_tiles(b, memory)
+    add = tiles.add_signed_quads if KINDS[element].rounds_activations else tiles.add_pairs
     step_bytes = b.mul(tile_bytes, I64(VECTORS))
     piece_bytes = b.mul(step_bytes, steps)
 
     def compute_piece(piece: Any, _: list[Any]) -> list[Any]:
-        source, weights = b.add(x, b.mul(piece, x_bytes)), b.add(pairs, b.mul(piece, piece_bytes))
+        source, weights = b.add(x, b.mul(piece, x_bytes)), b.add(wide, b.mul(piece, piece_bytes))
         to = b.add(cells, b.mul(piece, I64(CELLS_BYTES)))
         for v in range(VECTORS):
             tiles.clear(v)
@@ -124,7 +138,7 @@ def compute_cells(
             for v in range(VECTORS):
                 tile = WEIGHTS + v % NUM_WEIGHTS
                 tiles.load(tile, b.add(begin, b.mul(tile_bytes, I64(v))), I64(ROW_BYTES))
-                tiles.add_pairs(v, X, tile)
+                add(v, X, tile)
             return []
 
         llvm.loop(b, steps, [], add_step, unrolls=False)
@@ -146,6 +160,7 @@ class _BlockSums(NamedTuple):
     cells: Any
     pieces: Any
     row_sums: Any
+    row_scales: Any | None
     x_bytes: Any
     scales: Any
     scale_bytes: Any
@@ -159,7 +174,7 @@ class _BlockSums(NamedTuple):
         """Emit the sums of a vector, which stay in registers for all pieces."""
         b = self.b
         offset = b.mul(v, I64(4 * LANES))
-        places = [b.add(b.add(self.sums, offset), I64(PAIR_ROW * r)) for r in range(height)]
+        places = [b.add(b.add(self.sums, offset), I64(WIDE_ROW * r)) for r in range(height)]
         earlier = [llvm.load_vector(b, place, LANES) for place in places]
         totals = [b.select(self.is_first, llvm.constant(0.0, LANES), total) for total in earlier]
         totals = llvm.loop(b, self.pieces, totals, partial(self._add_piece, terms, v), unrolls=False)
@@ -173,15 +188,28 @@ class _BlockSums(NamedTuple):
         cells = b.add(b.mul(piece, I64(CELLS_BYTES)), b.mul(v, I64(_TILE_BYTES)))
         scales = b.add(self.scales, b.mul(piece, self.scale_bytes))
         zeros = b.add(self.zeros, b.mul(piece, I64(COLUMNS)))
-        row_sums = b.add(self.row_sums, b.mul(piece, self.x_bytes))
+        after = b.mul(piece, self.x_bytes)
         factors = terms.load(b, scales, zeros, b.mul(v, I64(LANES)))
 
         def add_row(r: int, total: Any) -> Any:
-            cell = llvm.load_vector(b, b.add(b.add(self.cells, cells), I64(ROW_BYTES * r)), LANES)
-            row_sum = partial(llvm.load_broadcast, b, b.add(row_sums, I64(4 * r)), LANES)
-            return factors.add(b, total, cell, row_sum)
+            cell = self._load_cell(b.add(b.add(self.cells, cells), I64(ROW_BYTES * r)))
+            row_sum = self._find_number(self.row_sums, after, r)
+            if self.row_scales is None:
+                return factors.add(b, total, cell, row_sum)
+            return factors.add(b, total, cell, row_sum, self._find_number(self.row_scales, after, r))
 
         return [add_row(r, total) for r, total in enumerate(totals)]
+
+    def _load_cell(self, place: Any) -> Any:
+        b = self.b
+        if self.row_scales is None:
+            return llvm.load_vector(b, place, LANES)
+        return b.sitofp(b.load(llvm.pointer_to(b, _INTEGERS, place), align=ROW_BYTES), _FLOATS)
+
+    def _find_number(self, begin: Any, after: Any, row: int) -> Callable[[], Any]:
+        """Return the builder of the load of a row's number."""
+        place = self.b.add(self.b.add(begin, after), I64(4 * row))
+        return partial(llvm.load_broadcast, self.b, place, LANES)
 
 
 @llvm_function()
@@ -195,19 +223,22 @@ def add_block(
     cells: Any,
     pieces: Any,
     row_sums: Any,
+    row_scales: Any,
     x_bytes: Any,
     scales: Any,
     scale_bytes: Any,
     has_offsets: Any,
     zeros: Any,
+    element: Any,
 ) -> None:
     """Add the cells of pieces to sums, [rows, COLUMNS], or to zeros if `is_first`, and write the result to
     `out`, of the same shape. There are up to TILE_ROWS rows. Memory of following rows is read and written.
 
-    Numbers that end with `_bytes` are distances: of rows of out, of the sums of x's pieces, and of the scales
-    of pieces."""
+    Numbers that end with `_bytes` are distances: of rows of out, of the sums and scales of x's pieces, and of
+    the scales of pieces."""
     begins = b.icmp_signed("!=", is_first, I64(0))
-    of_pieces = (cells, pieces, row_sums, x_bytes, scales, scale_bytes, zeros)
+    own_scales = row_scales if KINDS[element].rounds_activations else None
+    of_pieces = (cells, pieces, row_sums, own_scales, x_bytes, scales, scale_bytes, zeros)
     block = _BlockSums(b, begins, sums, out, out_bytes, *of_pieces)
 
     def build(height: int) -> None:

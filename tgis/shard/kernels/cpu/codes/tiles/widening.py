@@ -1,7 +1,8 @@
-"""Builder of the LLVM code that widens codes to pairs of bfloat16, the elements of AMX tiles. Integers of up
-to 8 bits are exact in bfloat16.
+"""Builder of the LLVM code that widens codes to the elements of AMX tiles: pairs of bfloat16, in which
+integers of up to 8 bits are exact, or, with rounded activations, quads of signed bytes.
 
-A widened piece has a row of COLUMNS pairs for every two columns of x, in the order of `find_pair_order`."""
+A widened piece has a row of COLUMNS pairs for every two columns of x, in the order of `find_pair_order`, or a
+row of COLUMNS quads for every four columns of x."""
 
 from typing import Any
 
@@ -9,20 +10,22 @@ from llvmlite import ir
 
 from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
 from tgis.shard.kernels.cpu.codes.conversion import emit_numbers, load_table, load_words
+from tgis.shard.kernels.cpu.codes.integers import emit_words
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS, KINDS, UNIT, UNIT_BIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
-from tgis.shard.kernels.cpu.jit.llvm import I16, I32, I64
+from tgis.shard.kernels.cpu.jit.llvm import I8, I16, I32, I64
 
-PAIR_ROW = 4 * COLUMNS  # bytes
-UNIT_PAIRS = UNIT // 2
-_STEP_UNITS = TILE_ROWS // UNIT_PAIRS  # units of a tile
+WIDE_ROW = 4 * COLUMNS  # bytes of a row of pairs or quads
+PAIRS_UNIT, QUADS_UNIT = (WIDE_ROW * UNIT // values for values in (2, 4))
+"""Bytes of a unit of widened codes."""
 _LINE = 64  # bytes of a cache line
 # Bits by which a word of 4-bit codes is shifted to look up each pair of a unit.
 _SHIFTS = (0, 8, 4, 12)
 
 _WORDS, _INTEGERS = ir.VectorType(I16, 2 * LANES), ir.VectorType(I32, LANES)
+_BYTES = ir.VectorType(I8, 4 * LANES)
 
 
 def find_pair_order(bits: int) -> tuple[int, ...]:
@@ -31,25 +34,37 @@ def find_pair_order(bits: int) -> tuple[int, ...]:
     return (0, 2, 1, 3, 4, 6, 5, 7) if bits == 4 else tuple(range(UNIT))
 
 
+def find_wide_unit(kind: Kind) -> int:
+    """Return the bytes of a unit of widened codes."""
+    return QUADS_UNIT if kind.rounds_activations else PAIRS_UNIT
+
+
 @llvm_function()
-def widen_to_pairs(
+def widen_for_tiles(
     b: Any, to: Any, tile_bytes: Any, piece: Any, units: Any, table: Any, ahead: Any, element: Any
 ) -> None:
     """Widen the codes of a piece's units. The numbers of a table must fit bfloat16. The code prefetches the
     same number of units at the address `ahead`."""
     kind = KINDS[element]
     is_looked_up = kind.bits == 4 and LANES == 16
-    tables = [_load_words_table(b, table)] if is_looked_up else load_table(b, kind, table)
+    unit_rows = find_wide_unit(kind) // WIDE_ROW
+    step_units = TILE_ROWS // unit_rows
+    if kind.rounds_activations:
+        tables = list[Any]()
+    else:
+        tables = [_load_words_table(b, table)] if is_looked_up else load_table(b, kind, table)
 
     def widen_unit(u: Any, _: list[Any]) -> list[Any]:
         offset = b.mul(u, I64(UNIT_BIT * kind.bits))
         prefetch_unit(b, b.add(ahead, offset), kind)
         unit = b.add(piece, offset)
-        step, within = b.sdiv(u, I64(_STEP_UNITS)), b.srem(u, I64(_STEP_UNITS))
+        step, within = b.sdiv(u, I64(step_units)), b.srem(u, I64(step_units))
         begin = b.add(to, b.mul(step, b.mul(tile_bytes, I64(VECTORS))))
-        begin = b.add(begin, b.mul(within, I64(UNIT_PAIRS * ROW_BYTES)))
+        begin = b.add(begin, b.mul(within, I64(unit_rows * ROW_BYTES)))
         targets = [b.add(begin, b.mul(tile_bytes, I64(v))) for v in range(VECTORS)]
-        if is_looked_up:
+        if kind.rounds_activations:
+            _centre_quads(b, kind, unit, targets)
+        elif is_looked_up:
             _look_up_pairs(b, unit, targets, tables[0])
         else:
             _join_numbers(b, kind, unit, targets, tables)
@@ -92,5 +107,14 @@ def _join_numbers(b: Any, kind: Any, unit: Any, targets: list[Any], table: list[
             _store(b, b.or_(low, high), targets[first + i], k // 2)
 
 
-def _store(b: Any, pairs: Any, target: Any, pair: int) -> None:
-    b.store(pairs, llvm.pointer_to(b, _INTEGERS, target, I64(ROW_BYTES * pair)), align=ROW_BYTES)
+def _centre_quads(b: Any, kind: Kind, unit: Any, targets: list[Any]) -> None:
+    """Emit the unsigned codes of a unit minus half their range."""
+    half = llvm.constant(1 << (kind.bits - 1), 4 * LANES, I8)
+    for target, words in zip(targets, emit_words(b, kind, unit, 8), strict=True):
+        for i, word in enumerate(words):
+            centred = b.sub(b.bitcast(word, _BYTES), half)
+            _store(b, b.bitcast(centred, _INTEGERS), target, i)
+
+
+def _store(b: Any, elements: Any, target: Any, row: int) -> None:
+    b.store(elements, llvm.pointer_to(b, _INTEGERS, target, I64(ROW_BYTES * row)), align=ROW_BYTES)
