@@ -181,9 +181,8 @@ class StepGraphs:
             self._steps[size] = step
             return True
         if agreed == _Outcome.FAILED and self._agree(self._simplify()):
-            logger.warning(
-                "steps of %s are captured again with kernels that start one by one: %s", size, reason
-            )
+            text = "kernels start one by one, because steps of %s cannot be captured otherwise: %s"
+            logger.warning(text, size, reason)
             return self._add(size)
         self.refusal = reason
         if agreed == _Outcome.OUT_OF_MEMORY:

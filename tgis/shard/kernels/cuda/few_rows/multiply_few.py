@@ -120,7 +120,7 @@ def count_parts(out_features: int, in_features: int) -> int:
         and num_tiles >= 2 * num_parts * MIN_TILES
     ):
         num_parts *= 2
-    return triton.cdiv(num_tiles, triton.cdiv(num_tiles, num_parts))  # none is empty
+    return int(triton.cdiv(num_tiles, triton.cdiv(num_tiles, num_parts)))  # none is empty
 
 
 def plain(
