@@ -91,10 +91,8 @@ class CudaKernels(TorchKernels):
             super().add_looked_up(y, token_ids, deltas, adapters)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Implement `Kernels.add`. y may also be what `product_add` returns."""
-        if y.dim() == 3:
-            y = self._implementations.add_parts(y, None, self._branch_dtype)
-        return super().add(x, y)
+        """Implement `Kernels.add`. Either may also be what `product_add` returns; if x is, the sum is new."""
+        return super().add(self._whole(x), self._whole(y))
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         types = torch.float32, self._branch_dtype
@@ -171,6 +169,10 @@ class CudaKernels(TorchKernels):
         if biased is None or not isinstance(biased.product, DeviceProduct) or biased.product.is_wide:
             return linear(y, adapters)
         return linear.adapt(y, biased.product.add_bias(y, biased.bias), adapters)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Return the sum of the parts that `product_add` may return."""
+        return self._implementations.add_parts(x, None, self._branch_dtype) if x.dim() == 3 else x
 
     @property
     def _branch_dtype(self) -> torch.dtype:
