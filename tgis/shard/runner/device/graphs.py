@@ -181,8 +181,9 @@ class StepGraphs:
             self._steps[size] = step
             return True
         if agreed == _Outcome.FAILED and self._agree(self._simplify()):
-            text = "kernels start one by one, because steps of %s cannot be captured otherwise: %s"
-            logger.warning(text, size, reason)
+            logger.warning(
+                "kernels start one by one, because steps of %s cannot be captured otherwise: %s", size, reason
+            )
             return self._add(size)
         self.refusal = reason
         if agreed == _Outcome.OUT_OF_MEMORY:
