@@ -26,6 +26,7 @@ KERNELS = (
     *("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample", "describe"),
     *("accept_drafts", "convolve", "scan_mamba", "scan_delta", "keep_inputs"),
     *("group_rows", "add_low_rank", "mix_experts"),
+    *("multiply_few", "add_parts"),
     *("multiply_codes", "widen_codes"),
 )
 # Kernels that read or write a cache.
@@ -148,6 +149,8 @@ STAGES = (
             _case("attention", "speed:measure_attention", 15),
             _case("8b fp8 cache", "speed:measure_float8_cache", 20, "8b"),
             _case("linears", "speed:measure_linears", 10),
+            _case("products of few rows", "few_rows:measure_products", 20),
+            _case("8b of few rows", "few_rows:measure_steps", 40),
             _case("states", "states:measure", 15),
             _case("products of codes", "codes:measure_products", 25),
             _case("8b of codes", "codes:measure_steps", 40),

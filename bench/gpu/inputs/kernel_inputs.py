@@ -264,6 +264,27 @@ def _draw_experts(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
             yield f"{width} {number}", each
 
 
+def _draw_few_products(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    """Create matrices with tails of outputs, in parts and whole, and their parts."""
+    for size, ffn_size in group.sizes:
+        for num_rows in (3,) if target.is_rehearsal else (1, 7, 16):
+            weight = torch.randn(200, ffn_size, device=target.device) / ffn_size**0.5
+            x = torch.randn(num_rows, ffn_size, device=target.device).to(dtype)
+            bias = torch.randn(200, device=target.device).to(dtype)
+            for keeps_parts in (False, True):
+                about = f"{ffn_size}, {num_rows} rows{', parts' * keeps_parts}"
+                yield about, Input((x, weight.to(dtype), None if keeps_parts else bias, dtype, keeps_parts))
+        if not target.is_rehearsal:
+            whole = (torch.randn(8 * size, size, device=target.device) / size**0.5).to(dtype)
+            yield f"{size}, whole", Input((x[:, :size].contiguous(), whole, None, torch.float32))
+
+
+def _draw_parts(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    for size, _ in group.sizes:
+        parts, bias = torch.randn(8, 16, size, device=target.device), torch.randn(size, device=target.device)
+        yield str(size), Input((parts, bias.to(dtype), dtype))
+
+
 def _draw_products(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
     """Create matrices with tails of panels and tiles, of all layouts that the check at start has."""
     num_rows = 3 if target.is_rehearsal else 100
@@ -290,6 +311,8 @@ _DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
     "gate": _draw_gates,
     "sample": _draw_samples,
     "describe": _draw_questions,
+    "multiply_few": _draw_few_products,
+    "add_parts": _draw_parts,
     "multiply_codes": _draw_products,
     "widen_codes": _draw_widenings,
     "accept_drafts": _draw_accepted,

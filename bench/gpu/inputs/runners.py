@@ -4,6 +4,7 @@ launched while another is computed."""
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -26,6 +27,7 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import Pending
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides
+from tgis.shard.startup.gpu.timing import time_captured
 
 BLOCK_SIZE, MAX_ROWS = 16, 256
 CONTEXT = 640  # of a row while it is measured
@@ -41,14 +43,19 @@ def load_runner(
     has_adapters: bool = False,
     has_drafts: bool = False,
     cache_type: torch.dtype = torch.bfloat16,
+    uses_few: bool | None = None,
 ) -> DeviceModelRunner:
     """Return a runner without captured steps. Linear layers have codes of a layout, or bfloat16 weights.
     Adapters, if there are any, are random ones of any digest. With `has_drafts`, captured steps verify
-    drafts. Keys and values have `cache_type`."""
+    drafts. Keys and values have `cache_type`. Products of few rows are those of `multiply_few` or cuBLAS, or
+    of the faster one if `uses_few` is None."""
     kernels, dtype = choose_kernels(target), torch.bfloat16
     if has_adapters:  # a fallback does not read the table of adapters
         kernels = replace(kernels, add_low_rank=load_kernels(target).add_low_rank)
-    model = build_model(shape, dtype, CudaKernels(target.device, kernels), layout)
+    stream, platform = make_stream(target), CudaKernels(target.device, kernels, bool(uses_few))
+    model = build_model(shape, dtype, platform, layout)
+    if uses_few is None and not target.is_rehearsal:
+        platform.choose_products(partial(time_captured, stream), lambda value: value)
     max_rows = 2 if target.is_rehearsal else MAX_ROWS
     num_blocks = max_rows * -(-(CONTEXT + MAX_NEW) // BLOCK_SIZE)
     heads = shape.num_kv_heads, shape.head_dim
@@ -60,7 +67,7 @@ def load_runner(
         model,
         cache,
         kernels,
-        make_stream(target),
+        stream,
         RowLimits(shape.max_length, BLOCK_SIZE, shape.vocab_size),
         max_rows,
         Guides(_refuse_grammars, shape.vocab_size),

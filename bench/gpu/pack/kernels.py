@@ -26,6 +26,7 @@ from tgis.shard.kernels.cuda.offline.variants import (
     find_accept_drafts,
     find_begin_step,
     find_check_variants,
+    find_few_variants,
     find_group_rows,
     find_model_variants,
 )
@@ -61,6 +62,7 @@ def list_variants() -> Iterator[Variant]:
         yield find_begin_step(num_tokens)
         yield find_accept_drafts(num_tokens)
         yield find_group_rows(num_tokens)
+        yield from find_few_variants(num_tokens, (torch.bfloat16,))
         yield from find_model_variants(EXPERTS, num_tokens, (torch.bfloat16,))
         for name, shape in SHAPES.items():
             heads = shape.num_heads, shape.num_kv_heads, shape.head_dim

@@ -15,11 +15,14 @@ from tgis.shard.startup.platform import Platform
 from tgis.shard.startup.ranks.capture_probe import find_rank_obstacle
 
 
-def late_platform(device: LateDevice, kernels: Implementations | None = None) -> Platform:
+def late_platform(
+    device: LateDevice, kernels: Implementations | None = None, uses_few: bool = False
+) -> Platform:
+    """Return the platform. `uses_few` selects `multiply_few` for all products of few rows."""
     kernels = kernels or Implementations.plain()
     return replace(
         plain(device.device),
-        kernels=CudaKernels(device.device, kernels),
+        kernels=CudaKernels(device.device, kernels, uses_few),
         make_runner=partial(make_runner, kernels, device),
         is_memory_shared=False,
         cache_fraction=1,

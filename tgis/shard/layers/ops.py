@@ -276,7 +276,7 @@ class Kernels(Rounder, Protocol):
         self, x: Tensor, y: Tensor, linear: LinearLayer, adapters: TokenAdapters | None
     ) -> Tensor | None:
         """Add linear(y) to x, [num_tokens, size], in place and return None, or return linear(y) for the next
-        `norm_product` or norm to add. y: [num_tokens, in_features]."""
+        `norm_product`, norm or `add` to add: of any shape that these read. y: [num_tokens, in_features]."""
 
 
 class Unfused(PortableRounder):

@@ -30,6 +30,8 @@ from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.speculators.registry import DraftShape
+from tgis.shard.startup.gpu.dependent_launches import check_dependent_launches
+from tgis.shard.startup.gpu.timing import time_captured
 from tgis.shard.startup.platform import DeviceError, DraftParts, KernelCompiler, Platform, RunnerParts
 from tgis.shard.startup.ranks.capture_probe import find_rank_obstacle
 
@@ -58,9 +60,11 @@ def on_cuda(
     draft_sizes = None if draft is None else find_draft_sizes(draft, sizes)
     implementations = choose_implementations(device, dtypes, sizes, draft_sizes)
     stream = CudaStream(device)
+    check_dependent_launches(stream, implementations)
+    kernels = CudaKernels(device, implementations)
     return Platform(
         device=device,
-        kernels=CudaKernels(device, implementations),
+        kernels=kernels,
         make_runner=partial(make_runner, implementations, stream),
         memory=memory,
         compiler=KernelCompiler(is_compiling, finish=lambda: None),
@@ -71,6 +75,7 @@ def on_cuda(
         replaced_kernels=implementations.replaced,
         find_rank_obstacle=partial(find_rank_obstacle, stream),
         graph_sizes=partial(choose_graph_sizes, implementations),
+        choose_products=partial(kernels.choose_products, partial(time_captured, stream)),
     )
 
 

@@ -199,6 +199,7 @@ class LoadPlan:
         if self.limits.adapter_bytes:
             on.kernels.prepare_adapters()
         adapters = open_adapters(config, model)
+        on.choose_products(group.min)
         loaded = _Loaded(self, info, model, group, guides, adapters, speculator, limit_time)
         runner = loaded.sizing().make_sized_runner()
         loaded.log_parts(runner)

@@ -125,6 +125,10 @@ class Platform:
     the maximum number of rows, the maximum number of prompt tokens, and whether LoRA adapters may be
     loaded."""
 
+    choose_products: Callable[[Callable[[int], int]], None] = lambda _: None
+    """Function that times products with the loaded matrices and uses the fastest. Its argument returns the
+    smallest of the ranks' values."""
+
     def memory_left(self, group: ProcessGroup) -> int:
         """Return the bytes that the ranks of one machine may still allocate, on the machine with the least
         left.

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.support.cuda.interpreter import interpreted
 from tests.support.cuda.no_values import NoValues
 from tests.support.shard.layer_parts import parts
 from tests.support.shard.lora_scene import draw_scene
@@ -252,3 +253,24 @@ def test_embeddings_of_several_ranks(size: int, tmp_path: Path) -> None:
     owners = (~(torch.stack(actual) == 0).all(-1)).sum(0)
     assert owners.tolist() == [1] * len(ids)
     torch.testing.assert_close(sum(actual), table[ids], equal_nan=True)
+
+
+@each_type
+def test_a_norm_adds_the_parts_of_a_product(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The sum has the bits of the product, so that rows beside rows with adapters keep theirs."""
+    kernels = CudaKernels(CPU, interpreted(), uses_few=True)
+    made = replace(make(tmp_path, dtype, weight=torch.randn(SIZE, 512) / 20), kernels=kernels)
+    linear = RowParallel(made, "layer", 512, SIZE, bias=False)
+    x, y, scale = torch.randn(NUM_TOKENS, SIZE), torch.randn(NUM_TOKENS, 512).to(dtype), torch.randn(SIZE)
+    parts, whole = kernels.product_add(x, y, linear, None), linear(y, None)
+    assert parts is not None
+    assert parts.shape == (2, NUM_TOKENS, SIZE)
+    assert whole.shape == x.shape
+    summed, expected = x.clone(), x.clone()
+    normalised = kernels.rms_norm(summed, parts, scale, 1e-5)
+    assert torch.equal(normalised, kernels.rms_norm(expected, whole, scale, 1e-5))
+    assert torch.equal(summed, expected)
+    assert not torch.equal(summed, x)
+    other = torch.randn(NUM_TOKENS, SIZE).to(whole.dtype)
+    assert torch.equal(kernels.add(parts, other), kernels.add(whole, other))
+    assert torch.equal(kernels.add(x, parts), expected)

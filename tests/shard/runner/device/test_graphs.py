@@ -316,3 +316,46 @@ def test_graphs_with_adapters_are_dropped_alone() -> None:
     graphs = graphs_on(device)
     graphs.capture([GraphSize(4), GraphSize(4, has_adapters=True)])
     assert graphs.sizes == [GraphSize(4)]
+
+
+def test_a_failed_capture_is_repeated_with_simpler_launches(caplog: pytest.LogCaptureFixture) -> None:
+    is_simple, asked = [False], []
+
+    def simplify() -> bool:
+        asked.append(is_simple[0])
+        was_simple, is_simple[0] = is_simple[0], True
+        return not was_simple
+
+    def refuse(number: int) -> Exception | None:
+        return None if is_simple[0] else RuntimeError("programmatic edges are not supported")
+
+    steps, device = Steps(), Device(error=refuse)
+    graphs = StepGraphs(device, steps.make, device.memory_left, simplify=simplify)
+    with caplog.at_level(logging.WARNING):
+        graphs.capture(of_rows(2, 4))
+    assert graphs.sizes == of_rows(2, 4)
+    assert graphs.refusal is None
+    assert asked == [False]
+    assert (
+        "kernels start one by one, because steps of 4 rows cannot be captured otherwise: pro" in caplog.text
+    )
+
+
+def test_a_capture_that_fails_with_simpler_launches_too_is_given_up() -> None:
+    answers = iter([True, False])
+    steps, device = Steps(), Device(error=lambda number: RuntimeError("it waits"))
+    graphs = StepGraphs(device, steps.make, device.memory_left, simplify=lambda: next(answers))
+    graphs.capture(of_rows(2))
+    assert graphs.sizes == []
+    assert graphs.refusal == "it waits"
+
+
+def test_ranks_simplify_launches_together() -> None:
+    """Not if the launches of one rank are simple already."""
+    steps, device = Steps(), Device(error=lambda number: RuntimeError("it waits"))
+    agreed = iter([1, 0, 0])  # there is time, the capture failed, and one rank cannot simplify
+    made = StepGraphs(
+        device, steps.make, device.memory_left, agree=lambda _: next(agreed), simplify=lambda: True
+    )
+    made.capture(of_rows(2))
+    assert made.refusal == "it waits"

@@ -59,13 +59,14 @@ def serve(
     place: Path,
     graphs: str = "4",
     truths: list[list[int]] | None = None,
+    uses_few: bool = False,
 ) -> Served:
     """Generate tokens on an emulated device, with drafts if the tokens are known."""
     mine = ALONE if group.size == 1 else connect_queued(group.rank, group.size, place)
     options = {"rank": group.rank, "world_size": group.size, "kv_cache_tokens": 2048, "dtype": "float32"}
     speculate = 0 if truths is None else 6
     config = configure(directory, cuda_graphs=graphs, max_step_tokens=16, speculate=speculate, **options)
-    runner = load(config, mine, late_platform(CapturingDevice()))
+    runner = load(config, mine, late_platform(CapturingDevice(), uses_few=uses_few))
     sizes = list(runner.info.graph_sizes)
     if group.rank:
         return Served([], list(follow(group, runner)), [], sizes)
@@ -92,6 +93,19 @@ def test_captured_steps_of_several_ranks(
     for other in others:
         assert other.digests == first.digests
         assert other.graph_sizes == first.graph_sizes == [4]
+    assert first.paths.count(pb.STEP_PATH_GRAPH) >= 6
+
+
+@pytest.mark.slow
+def test_products_of_few_rows_of_several_ranks(
+    ranks: Ranks, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Sums over ranks follow them, so that no norm adds their parts."""
+    directory = checkpoint("grouped_queries")
+    first, other = ranks.run(2, serve, directory, tmp_path / "captured", "4", None, True)
+    alone = serve(ALONE, directory, tmp_path, "0")
+    assert first.tokens == alone.tokens
+    assert other.digests == first.digests
     assert first.paths.count(pb.STEP_PATH_GRAPH) >= 6
 
 
@@ -209,11 +223,12 @@ class Agreement:
 @pytest.mark.parametrize(
     ("others", "sizes", "text"),
     [
-        # For each size: whether the other rank has time left, then the outcome of its capture.
+        # For each size: whether the other rank has time left, then the outcome of its capture, and after a
+        # failure whether it can launch kernels more simply.
         ([1, 2, 1, 2], [2, 4], None),
         ([1, 2, 0], [4], "use larger CUDA graphs"),
         ([1, 2, 1, 1], [4], "no memory for CUDA graphs of steps of 2 rows"),
-        ([1, 2, 1, 0], [], "cannot be captured: another rank cannot capture them"),
+        ([1, 2, 1, 0, 1], [], "cannot be captured: another rank cannot capture them"),
     ],
 )
 def test_ranks_have_the_same_graphs(

@@ -5,13 +5,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgis.shard.kernels.cuda.functions.dependent_launch import is_dependent, wait_for_inputs
 from tgis.shard.kernels.portable.ops import ACTIVATIONS, multiply_gated
 
 BLOCK, NUM_WARPS = 1024, 4
 
 
 @triton.jit
-def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, NAME: tl.constexpr, IS_GATED: tl.constexpr):
+def _gate(
+    x,
+    out,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NAME: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
     """Compute BLOCK columns of row `program_id(0)`. SIZE is the number of columns of `out`."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -19,6 +28,8 @@ def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, NAME: tl.constexpr, I
     begin = row * SIZE
     if IS_GATED:
         begin *= 2
+    if IS_DEPENDENT:
+        wait_for_inputs()
     value = tl.load(x + begin + at, mask=mask).to(tl.float32)  # [BLOCK]
     if IS_GATED:
         value = _multiply(value, tl.load(x + begin + SIZE + at, mask=mask).to(tl.float32), NAME)
@@ -68,7 +79,17 @@ def launch(x: Tensor, name: str, is_gated: bool) -> Tensor:
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if num_tokens:
         grid = (num_tokens, triton.cdiv(size, BLOCK))
-        _gate[grid](x, out, SIZE=size, BLOCK=BLOCK, NAME=name, IS_GATED=is_gated, num_warps=NUM_WARPS)
+        is_early = is_dependent(x.device)
+        _gate[grid](
+            *(x, out),
+            SIZE=size,
+            BLOCK=BLOCK,
+            NAME=name,
+            IS_GATED=is_gated,
+            IS_DEPENDENT=is_early,
+            num_warps=NUM_WARPS,
+            launch_pdl=is_early,
+        )
     return out
 
 

@@ -18,6 +18,7 @@ from tgis.shard.kernels.cuda import (
 )
 from tgis.shard.kernels.cuda.codes import multiply_codes, widen_codes
 from tgis.shard.kernels.cuda.details import describe
+from tgis.shard.kernels.cuda.few_rows import add_parts, multiply_few
 from tgis.shard.kernels.cuda.functions import accept_drafts
 from tgis.shard.kernels.cuda.grouped import add_low_rank, group_rows, mix_experts
 from tgis.shard.kernels.cuda.grouped.group_rows import RowTiles
@@ -31,6 +32,8 @@ KERNELS: dict[str, ModuleType] = {
     "attend_segments": attend_segments,
     "attend_tiles": attend_tiles,
     "gate": gate,
+    "multiply_few": multiply_few,
+    "add_parts": add_parts,
     "sample": sample,
     "describe": describe,
     "accept_drafts": accept_drafts,
@@ -62,6 +65,8 @@ class Implementations:
     attend_segments: Callable[..., Tensor]
     attend_tiles: Callable[..., None]
     gate: Callable[..., Tensor]
+    multiply_few: Callable[..., Tensor]
+    add_parts: Callable[..., Tensor]
     sample: Callable[..., None]
     describe: Callable[..., None]
     accept_drafts: Callable[..., None]

@@ -16,6 +16,7 @@ from tgis.shard.kernels.cuda.codes.packing import can_pack, count_bytes
 from tgis.shard.kernels.cuda.grouped.expert_table import ExpertMatrices, ExpertTable
 from tgis.shard.kernels.cuda.grouped.slots import SlotDeltas, SlotTokens
 from tgis.shard.kernels.cuda.implementations import CODE_KERNELS, Implementations
+from tgis.shard.kernels.cuda.products.choice import ProductChoices, Timer
 from tgis.shard.kernels.cuda.products.codes import CudaCodeProduct, CudaJoinedProduct, pack_product
 from tgis.shard.kernels.cuda.products.floats import CudaProduct, DeviceProduct
 from tgis.shard.kernels.cuda.states import mix
@@ -32,9 +33,11 @@ class CudaKernels(TorchKernels):
     """`Kernels` of GPUs. Steps can be captured in a CUDA graph, unless experts have codes or adapters of
     their own."""
 
-    def __init__(self, device: torch.device, implementations: Implementations):
+    def __init__(self, device: torch.device, implementations: Implementations, uses_few: bool = False):
+        """Create the kernels. `uses_few` is the choice of `multiply_few` before it is measured."""
         super().__init__(device)
         self._implementations = implementations
+        self._choices = ProductChoices(implementations.multiply_few, uses_few)
         # A twin converts all weights to float32 in every step.
         is_slow = bool(CODE_KERNELS.intersection(implementations.replaced))
         self._keeps_codes = not is_slow or device.type != "cuda"
@@ -45,7 +48,14 @@ class CudaKernels(TorchKernels):
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> CudaProduct:
         self._dtype = dtype
-        return CudaProduct(read_packed(weight, dtype, self.device), _is_wide(role, dtype))
+        matrix, is_wide = read_packed(weight, dtype, self.device), _is_wide(role, dtype)
+        return CudaProduct(matrix, is_wide, self._choices.add(matrix, is_wide))
+
+    def choose_products(self, time: Timer, agree: Callable[[int], int]) -> None:
+        """Time the products of few rows with the matrices that were packed, and use the faster ones. `agree`
+        returns the smallest of the ranks' values."""
+        if "multiply_few" not in self._implementations.replaced:
+            self._choices.measure(time, agree)
 
     def find_code_packer(
         self, layout: CodeLayout, role: MatrixRole = "linear", dtype: torch.dtype = torch.bfloat16
@@ -80,13 +90,19 @@ class CudaKernels(TorchKernels):
         else:
             super().add_looked_up(y, token_ids, deltas, adapters)
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Implement `Kernels.add`. Either may also be what `product_add` returns; if x is, the sum is new."""
+        return super().add(self._whole(x), self._whole(y))
+
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        return self._implementations.norm(x, delta, weight, None, eps, False, torch.float32)
+        types = torch.float32, self._branch_dtype
+        return self._implementations.norm(x, delta, weight, None, eps, False, *types)
 
     def layer_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        return self._implementations.norm(x, delta, weight, bias, eps, True, torch.float32)
+        types = torch.float32, self._branch_dtype
+        return self._implementations.norm(x, delta, weight, bias, eps, True, *types)
 
     def activate(self, x: Tensor, name: str) -> Tensor:
         return x.copy_(self._implementations.gate(x.contiguous(), name, False))
@@ -142,17 +158,34 @@ class CudaKernels(TorchKernels):
     def product_add(
         self, x: Tensor, y: Tensor, linear: LinearLayer, adapters: TokenAdapters | None
     ) -> Tensor:
+        """Implement `Kernels.product_add`. The result may be the parts of the sum, [num_parts, num_tokens,
+        size], which the next norm adds."""
+        biased = linear.as_product(adapters)
+        if biased is not None and biased.bias is None and isinstance(biased.product, CudaProduct):
+            parts = biased.product.multiply_parts(y)
+            if parts is not None:
+                return parts
         biased = linear.as_product(None)
         if biased is None or not isinstance(biased.product, DeviceProduct) or biased.product.is_wide:
             return linear(y, adapters)
         return linear.adapt(y, biased.product.add_bias(y, biased.bias), adapters)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Return the sum of the parts that `product_add` may return."""
+        return self._implementations.add_parts(x, None, self._branch_dtype) if x.dim() == 3 else x
+
+    @property
+    def _branch_dtype(self) -> torch.dtype:
+        """Type to which a branch's output is rounded."""
+        return torch.float32 if _is_wide("linear", self._dtype) else self._dtype
 
     def _normalise(self, x: Tensor, delta: Tensor | None, norm: NormLayer | None) -> Tensor:
         """Return norm(x + delta) in the weights' type. Overwrites x with the sum."""
         if norm is None:
             return (x if delta is None else self.add(x, delta)).to(self._dtype)
         return self._implementations.norm(
-            x, delta, norm.weight, norm.bias, norm.eps, norm.is_centred, self._dtype
+            *(x, delta, norm.weight, norm.bias, norm.eps, norm.is_centred),
+            *(self._dtype, self._branch_dtype),
         )
 
     def _multiply(self, x: Tensor, linear: LinearLayer, adapters: TokenAdapters | None) -> Tensor:

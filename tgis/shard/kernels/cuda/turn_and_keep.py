@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.shard.attention.interface import Heads
+from tgis.shard.kernels.cuda.functions.dependent_launch import is_dependent, wait_for_inputs
 from tgis.shard.kernels.cuda.functions.float8 import Float8Form, as_bytes, round_plain, round_to_float8
 from tgis.shard.kernels.portable.ops import split_heads
 from tgis.shard.memory.kv_cache import UNSCALED, CacheScale
@@ -40,7 +41,7 @@ def launch(
     width = triton.next_power_of_2(max(half, head_dim - 2 * half))
     block_heads = min(max(ITEMS // width, 1), triton.next_power_of_2(heads.num_heads))
     num_q, num_kv = (triton.cdiv(n, block_heads) for n in (heads.num_heads, heads.num_kv_heads))
-    norm = heads.norm
+    norm, is_early = heads.norm, is_dependent(qkv.device)
     _turn_and_keep[(num_tokens, num_q + 2 * num_kv)](
         qkv,
         angles,
@@ -60,7 +61,9 @@ def launch(
         BLOCK_SIZE=block_size,
         BLOCK_HEADS=block_heads,
         FLOAT8=Float8Form.of(keys),
+        IS_DEPENDENT=is_early,
         num_warps=NUM_WARPS,
+        launch_pdl=is_early,
     )
     return queries
 
@@ -110,7 +113,10 @@ def _turn_and_keep(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     FLOAT8: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    if IS_DEPENDENT:
+        wait_for_inputs()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     NUM_Q: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     NUM_KV: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS

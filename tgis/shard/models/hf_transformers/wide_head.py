@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tgis.shard.kernels.cuda.products.floats import multiply_wide
+from tgis.shard.kernels.cuda.products.wide import multiply_wide
 from tgis.shard.torch_internals import has_forward_hooks
 
 

@@ -82,7 +82,8 @@ class StepGraphs:
     captured, too, and with `proposals` those of a speculator.
 
     All ranks must have the same graphs, because graphs contain collectives. `agree` returns the smallest of
-    the ranks' values."""
+    the ranks' values. `simplify` launches kernels from now on without what a capture may refuse, and returns
+    False if they were launched so already."""
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class StepGraphs:
         agree: Callable[[int], int] = lambda value: value,
         has_drafts: bool = False,
         proposals: OtherGraphs | None = None,
+        simplify: Callable[[], bool] = lambda: False,
     ):
         self._stream = stream
         self._make_parts = make_parts
@@ -101,6 +103,7 @@ class StepGraphs:
         self._clock = clock
         self._has_drafts = has_drafts
         self._proposals = proposals
+        self._simplify = simplify
         self._steps: dict[GraphSize, CapturedStep] = {}  # sorted by number of tokens
         self.refusal: str | None = None
         """Reason why steps could not be captured."""
@@ -177,6 +180,11 @@ class StepGraphs:
             assert step is not None
             self._steps[size] = step
             return True
+        if agreed == _Outcome.FAILED and self._agree(self._simplify()):
+            logger.warning(
+                "kernels start one by one, because steps of %s cannot be captured otherwise: %s", size, reason
+            )
+            return self._add(size)
         self.refusal = reason
         if agreed == _Outcome.OUT_OF_MEMORY:
             logger.warning("no memory for CUDA graphs of steps of %s: smaller steps use larger graphs", size)

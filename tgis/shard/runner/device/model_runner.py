@@ -14,6 +14,7 @@ from torch import Tensor
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.kernels.cuda.functions import dependent_launch
 from tgis.shard.kernels.cuda.step_state import MAX_TOPS, DeviceDetails, StagedStep
 from tgis.shard.layers.lora import Adapter, TokenAdapters
 from tgis.shard.models.interface import EncodingModel
@@ -111,6 +112,7 @@ class DeviceModelRunner:
             agree=agree,
             has_drafts=has_drafts,
             proposals=proposals,
+            simplify=partial(dependent_launch.stop, stream.device),
         )
         self._followed = None if speculator is None else FollowedSteps(speculator, self._table, stream)
         self._is_answering = info.rank == 0

@@ -14,6 +14,7 @@ from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
+from tgis.shard.kernels.cuda.few_rows import multiply_few
 from tgis.shard.kernels.cuda.functions.float8 import FLOAT8_TYPES
 from tgis.shard.kernels.cuda.grouped.expert_table import (
     FEW_ROWS,
@@ -138,6 +139,8 @@ def _norms(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
     yield Input((x, delta, weight, None, 1e-5, False, dtype), results=(0,))
     yield Input((x, delta, weight, bias, 1e-5, True, dtype), results=(0,))
     yield Input((x, None, weight, None, 1e-5, False, torch.float32), results=(0,))
+    parts = draw.normal(4, 3, size)
+    yield Input((x, parts, weight, None, 1e-5, False, dtype, dtype), results=(0,))
 
 
 def _gates(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
@@ -447,6 +450,25 @@ def _draw_expert(
     return ExpertMatrices(up.to(dtype), biases[0], down.to(dtype), biases[1])
 
 
+def _few_products(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    """Yield products with and without parts of the columns, a bias and results of float32."""
+    draw, num_outputs = Draw(device), multiply_few.OUTPUTS + 6
+    for in_features in (sizes.hidden_size, max(sizes.ffn_size, 8 * multiply_few.TILE)):
+        x = draw.normal(3, in_features, dtype=dtype)
+        weight = (draw.normal(num_outputs, in_features) / in_features**0.5).to(dtype)
+        bias = draw.normal(num_outputs, dtype=dtype)
+        yield Input((x, weight, bias, dtype))
+        yield Input((x, weight, None, torch.float32))
+    yield Input((x, weight, None, dtype, True))
+
+
+def _parts(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    draw = Draw(device)
+    parts, bias = draw.normal(4, 3, sizes.hidden_size), draw.normal(sizes.hidden_size, dtype=dtype)
+    yield Input((parts, bias, dtype))
+    yield Input((parts, None, torch.float32))
+
+
 def _products(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     """Yield products of each layout, of the first with all numbers of rows for which kernels are compiled."""
     draw = Draw(device)
@@ -478,6 +500,8 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "scan_mamba": _mamba_scans,
     "scan_delta": _delta_scans,
     "keep_inputs": _keeps,
+    "multiply_few": _few_products,
+    "add_parts": _parts,
     "multiply_codes": _products,
     "widen_codes": _widenings,
     "group_rows": _groups,

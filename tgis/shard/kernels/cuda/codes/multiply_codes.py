@@ -19,6 +19,7 @@ from tgis.shard.kernels.cuda.codes.numbers import (
 )
 from tgis.shard.kernels.cuda.codes.packed import PackedCodes
 from tgis.shard.kernels.cuda.codes.widen_codes import plain as widen
+from tgis.shard.kernels.cuda.few_rows import add_parts
 
 MAX_ROWS = 256
 """Maximum rows for which codes are converted anew for each group of rows. For more rows, it takes less time
@@ -26,7 +27,6 @@ to write the weights to memory as floats, once, and multiply those."""
 NUM_WARPS = 4
 STAGES = {16: 4, 32: 4, 64: 3}  # rows of x that a program multiplies -> tiles in shared memory
 WANTED_PROGRAMS, MAX_PARTS, MIN_TILES = 256, 8, 4
-BLOCK, ADD_WARPS = 1024, 4
 
 
 @triton.jit
@@ -112,49 +112,28 @@ def multiply_codes_kernel(
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_column[:, None] & is_row[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts"])
-def add_parts_kernel(parts, bias, out, num_rows, out_features, num_parts, BLOCK: tl.constexpr):
-    """Add the parts of BLOCK columns of row `program_id(0)` in order."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_column = column < out_features
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in range(num_parts):
-        total += tl.load(parts + (part * num_rows + row) * out_features + column, mask=is_column, other=0.0)
-    if bias is not None:
-        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out + row * out_features + column, total.to(out.dtype.element_ty), mask=is_column)
-
-
 def launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x W^T + bias as `dtype`, [num_rows, out_features]. x: contiguous [num_rows, in_features].
     bias: [out_features]."""
     num_rows, in_features = x.shape
     assert x.is_contiguous(), "rows are contiguous"
-    out = torch.empty(num_rows, weight.out_features, dtype=dtype, device=x.device)
-    if not num_rows:
-        return out
     num_parts = count_parts(weight)
-    parts = out
-    if num_parts > 1:
-        parts = torch.empty(num_parts * num_rows, weight.out_features, dtype=torch.float32, device=x.device)
+    has_parts = num_parts > 1
+    shape = (num_parts, num_rows, weight.out_features) if has_parts else (num_rows, weight.out_features)
+    out = torch.empty(shape, dtype=torch.float32 if has_parts else dtype, device=x.device)
+    if not num_rows:
+        return add_parts.launch(out, bias, dtype) if has_parts else out
     rows = next((rows for rows in STAGES if rows >= num_rows), max(STAGES))
     multiply_codes_kernel[(triton.cdiv(num_rows, rows), weight.num_panels, num_parts)](
-        *(x, CodeArguments.of(weight), bias if num_parts == 1 else None, parts),
+        *(x, CodeArguments.of(weight), None if has_parts else bias, out),
         *(num_rows, in_features, weight.out_features, triton.cdiv(weight.num_tiles, num_parts)),
         FORM=CodeForm.of(weight),
         ROWS=rows,
-        HAS_PARTS=num_parts > 1,
+        HAS_PARTS=has_parts,
         num_warps=NUM_WARPS,
         num_stages=STAGES[rows],
     )
-    if num_parts > 1:
-        add_parts_kernel[(num_rows, triton.cdiv(weight.out_features, BLOCK))](
-            *(parts, bias, out, num_rows, weight.out_features, num_parts),
-            BLOCK=BLOCK,
-            num_warps=ADD_WARPS,
-        )
-    return out
+    return add_parts.launch(out, bias, dtype) if has_parts else out
 
 
 def count_parts(weight: PackedCodes) -> int:

@@ -17,6 +17,7 @@ from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.check.code_inputs import LAYOUTS, draw_packed
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, Draw, ExpertSizes, draw_delta, draw_mamba
 from tgis.shard.kernels.cuda.codes.multiply_codes import STAGES
+from tgis.shard.kernels.cuda.few_rows.multiply_few import MAX_ROWS, count_parts
 from tgis.shard.kernels.cuda.functions.float8 import FLOAT8_TYPES
 from tgis.shard.kernels.cuda.grouped.expert_table import (
     FEW_ROWS,
@@ -245,7 +246,7 @@ MODELS = (
 def find_variants(num_tokens: int = NUM_TOKENS) -> list[Variant]:
     """Return the launches of all models in steps of `num_tokens` tokens. Some launches are equal."""
     shared = find_begin_step(num_tokens), find_accept_drafts(num_tokens), find_group_rows(num_tokens)
-    variants = [*shared, *find_code_variants()]
+    variants = [*shared, *find_code_variants(), *find_few_variants(num_tokens)]
     for model in MODELS:
         for size in model.shards:
             variants += find_model_variants(model.divided(size), num_tokens)
@@ -266,6 +267,30 @@ def find_code_variants(dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Varia
                     run = partial(kernels.multiply_codes, x, weight, None, dtype)
                     yield Variant("multiply_codes", f"{about}, {in_features}, {num_rows} rows", run)
             yield Variant("widen_codes", about, partial(kernels.widen_codes, weight, dtype))
+
+
+def find_few_variants(num_tokens: int, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Variant]:
+    """Yield the launches of products of few rows, which are the same for all models: in parts or not, and of
+    the head."""
+    kernels, num_rows = Implementations.choose(), min(num_tokens, MAX_ROWS)
+    for dtype in dtypes:
+        about = f"all models {str(dtype).removeprefix('torch.')}"
+        x = _empty(num_rows, WIDE, dtype=dtype)
+        for kind, num_outputs in (("parts", WIDE), ("whole", 8 * WIDE)):
+            weight, bias = _empty(num_outputs, WIDE, dtype=dtype), _empty(num_outputs, dtype=dtype)
+            for out_dtype in (dtype, torch.float32):
+                label = f"{about} {kind} {'head' * (out_dtype != dtype)}".strip()
+                yield Variant(
+                    "multiply_few", label, partial(kernels.multiply_few, x, weight, None, out_dtype)
+                )
+            yield Variant(
+                "multiply_few", f"{about} {kind} bias", partial(kernels.multiply_few, x, weight, bias, dtype)
+            )
+        parts = _floats(8, num_rows, WIDE)
+        for has_bias, out_dtype in ((False, dtype), (True, dtype), (False, torch.float32)):
+            label = f"{about} {'bias' * has_bias} {'head' * (out_dtype != dtype)}"
+            run = partial(kernels.add_parts, parts, bias if has_bias else None, out_dtype)
+            yield Variant("add_parts", " ".join(label.split()), run)
 
 
 def find_check_variants() -> list[Variant]:
@@ -296,6 +321,9 @@ def find_model_variants(
         for has_delta in (False, True):
             run = _norm(kernels, model, num_tokens, dtype, has_delta)
             yield variant("norm", run, f"{about} {'delta' * has_delta}".strip())
+        for num_parts in _count_parts(model):
+            run = _norm(kernels, model, num_tokens, dtype, True, num_parts)
+            yield variant("norm", run, f"{about} {num_parts} parts")
         yield variant("gate", _gate(kernels, model, num_tokens, dtype), about)
         for stored in (dtype, *(FLOAT8_TYPES if model.has_float8_cache else ())):
             for kernel, kind, run in _cache_launches(kernels, model, num_tokens, dtype, stored):
@@ -468,13 +496,27 @@ def _describe(kernels: Implementations, model: ModelShape, num_tokens: int) -> N
 
 
 def _norm(
-    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype, has_delta: bool
+    kernels: Implementations,
+    model: ModelShape,
+    num_tokens: int,
+    dtype: torch.dtype,
+    has_delta: bool,
+    num_parts: int = 0,
 ) -> Callable[[], object]:
     size = model.hidden_size
     delta = _empty(num_tokens, size, dtype=dtype) if has_delta else None
+    if num_parts:
+        delta = _floats(num_parts, num_tokens, size)
     bias = _floats(size) if model.has_norm_bias else None
     x, weight = _floats(num_tokens, size), _floats(size)
-    return lambda: kernels.norm(x, delta, weight, bias, 1e-5, model.is_centred, dtype)
+    of_branch = torch.float32 if dtype == torch.float16 else dtype
+    return lambda: kernels.norm(x, delta, weight, bias, 1e-5, model.is_centred, dtype, of_branch)
+
+
+def _count_parts(model: ModelShape) -> set[int]:
+    """Return the numbers of parts of a layer's outputs, which norms add."""
+    widths = model.num_heads * model.head_dim, model.ffn_size
+    return {count_parts(model.hidden_size, width) for width in widths if width}
 
 
 def _gate(

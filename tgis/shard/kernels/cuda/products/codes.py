@@ -11,7 +11,8 @@ from tgis.shard.kernels.cuda.codes.multiply_codes import MAX_ROWS, STAGES
 from tgis.shard.kernels.cuda.codes.packed import PackedCodes
 from tgis.shard.kernels.cuda.codes.packing import pack
 from tgis.shard.kernels.cuda.implementations import Implementations
-from tgis.shard.kernels.cuda.products.floats import DeviceProduct, multiply_wide
+from tgis.shard.kernels.cuda.products.floats import DeviceProduct
+from tgis.shard.kernels.cuda.products.wide import multiply_wide
 
 
 class CudaCodeProduct(DeviceProduct):

@@ -1,0 +1,146 @@
+"""Which products of few rows use `multiply_few`: by measured times, on all ranks alike."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tgis.shard.kernels.cuda.few_rows import multiply_few
+from tgis.shard.kernels.cuda.few_rows.multiply_few import MAX_ROWS
+from tgis.shard.kernels.cuda.products.choice import MAX_MATRICES, ProductChoices
+from tgis.shard.kernels.cuda.products.floats import CudaProduct
+
+
+class Counted:
+    """`multiply_few` that lists its calls, and a timer of them. Work of cuBLAS takes a microsecond."""
+
+    def __init__(self, cost: dict[int, float]):
+        self.cost = cost  # number of columns -> microseconds of a call
+        self.calls: list[tuple[int, ...]] = []  # shapes
+
+    def multiply(self, x: Tensor, weight: Tensor, *rest: object) -> Tensor:
+        self.calls.append(tuple(weight.shape))
+        return multiply_few.plain(x, weight, *rest)  # type: ignore[arg-type]
+
+    def time(self, work: Callable[[], None]) -> float:
+        before = len(self.calls)
+        work()
+        calls = self.calls[before:]
+        return sum(self.cost[columns] for _, columns in calls) * 1e-6 if calls else 1e-6
+
+
+def draw(num_outputs: int, num_columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(num_outputs, num_columns).to(dtype)
+
+
+def choose_alone(value: int) -> int:
+    return value
+
+
+def test_the_faster_one_is_used() -> None:
+    """It must win by two percent."""
+    counted = Counted({32: 0.97, 48: 0.99, 64: 1.5})
+    choices = ProductChoices(counted.multiply)
+    weights = [draw(24, columns) for columns in counted.cost]
+    all_few = [choices.add(weight, False) for weight in weights]
+    choices.measure(counted.time, choose_alone)
+    assert [few is not None and few.is_used for few in all_few] == [True, False, False]
+
+
+def test_one_and_16_rows_are_timed_with_all_matrices_of_a_size() -> None:
+    counted = Counted({32: 1 / 3})
+    choices = ProductChoices(counted.multiply)
+    weights = [draw(24, 32) for _ in range(4)]
+    all_few = [choices.add(weight, False) for weight in weights]
+    del weights[3]  # of a model that is no longer used
+    assert all(each is all_few[0] for each in all_few)
+    choices.measure(counted.time, choose_alone)
+    assert len(counted.calls) == 3 * 2
+    many = ProductChoices(counted.multiply)
+    weight = draw(24, 32)
+    [few] = {id(each): each for each in (many.add(weight, False) for _ in range(MAX_MATRICES + 5))}.values()
+    assert few is not None
+    assert len(few.matrices) == MAX_MATRICES
+
+
+@pytest.mark.parametrize(
+    "weight", [draw(24, 32, torch.float32), draw(24, 40)], ids=["float32", "no loads of 16 bytes"]
+)
+def test_other_matrices_are_left_to_cublas(weight: Tensor) -> None:
+    counted = Counted({32: 0.1, 40: 0.1})
+    choices = ProductChoices(counted.multiply, is_used=True)
+    few = choices.add(weight, False)
+    assert few is not None
+    choices.measure(counted.time, choose_alone)
+    assert not few.is_used
+    assert not counted.calls
+    assert choices.add(draw(32, 24).t(), False) is None
+
+
+def test_ranks_agree() -> None:
+    counted = Counted({32: 0.5, 48: 0.5})
+    choices = ProductChoices(counted.multiply)
+    weights = [draw(24, columns) for columns in counted.cost]
+    first, second = (choices.add(weight, False) for weight in weights)
+    answers = iter([2, -2, 1, 0])  # of all ranks: numbers of sizes, and who is faster at each
+    choices.measure(counted.time, lambda value: next(answers))
+    assert first is not None
+    assert second is not None
+    assert (first.is_used, second.is_used) == (True, False)
+
+
+def test_ranks_with_other_sizes_use_cublas() -> None:
+    counted = Counted({32: 0.5})
+    choices = ProductChoices(counted.multiply)
+    weight = draw(24, 32)
+    few = choices.add(weight, False)
+    choices.measure(counted.time, lambda value: min(value, -2 if value < 0 else value))
+    assert few is not None
+    assert not few.is_used
+
+
+def test_failed_measurements_leave_cublas(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(work: Callable[[], None]) -> float:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    choices = ProductChoices(multiply_few.plain)
+    weight = draw(24, 32)
+    few = choices.add(weight, False)
+    with caplog.at_level(logging.INFO):
+        choices.measure(fail, choose_alone)
+    assert few is not None
+    assert not few.is_used
+    assert "24 x 32: cuBLAS (not timed: operation not permitted when stream is capturing)" in caplog.text
+
+
+def test_figures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    counted = Counted({32: 0.5})
+    choices = ProductChoices(counted.multiply)
+    weight = draw(24, 32)
+    choices.add(weight, False)
+    with caplog.at_level(logging.INFO):
+        choices.measure(counted.time, choose_alone)
+    assert "at 1 and 16 rows: 24 x 32: multiply_few (0.5 and 1.0, 0.5 and 1.0)" in caplog.text
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_of_more_rows_are_cublas_s(is_wide: bool, has_bias: bool) -> None:
+    counted, weight, bias = Counted({}), draw(24, 32), torch.randn(24)
+    few = ProductChoices(counted.multiply, is_used=True).add(weight, is_wide)
+    chosen, other = CudaProduct(weight, is_wide, few), CudaProduct(weight, is_wide)
+    for num_rows, num_calls in ((1, 1), (MAX_ROWS, 2), (MAX_ROWS + 1, 2)):
+        x = torch.randn(num_rows, 32)
+        mine, theirs = (partial(each.add_bias, bias=bias) if has_bias else each for each in (chosen, other))
+        actual, expected = mine(x), theirs(x)
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+        assert len(counted.calls) == num_calls
+    parts = chosen.multiply_parts(torch.randn(MAX_ROWS, 32))
+    assert parts is not None
+    assert parts.shape == (1, MAX_ROWS, 24)
+    assert chosen.multiply_parts(torch.randn(MAX_ROWS + 1, 32)) is None
+    assert other.multiply_parts(torch.randn(1, 32)) is None
