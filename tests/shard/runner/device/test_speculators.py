@@ -170,7 +170,7 @@ class RarelySwitchedDrafts(SwitchedDrafts):
     """`SwitchedDrafts` for a scheduler that is asked for a step more often than there is one."""
 
     def begin(self, num_sequences: int, max_drafts: int) -> bool:
-        is_asked = self._random.random() < 0.1
+        is_asked = self._random.random() < 0.05
         return super().begin(num_sequences, max_drafts) if is_asked else max_drafts > 0
 
 
