@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tgis.process.memory import page_collapse
+from tgis.process.memory import background_advice, page_collapse
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HUGE = 2 << 20
@@ -108,7 +108,7 @@ def test_calls_are_short_and_have_the_priority_of_the_process(
 
     begin, end = 33 * HUGE, 70 * HUGE + 4096
     write_areas(areas, [(begin - 8192, end, end - begin)])
-    monkeypatch.setattr(page_collapse, "_madvise", record)
+    monkeypatch.setattr(background_advice, "_madvise", record)
     page_collapse.collapse_soon()
     for thread in threading.enumerate():
         if thread.name == "huge pages":
@@ -131,7 +131,7 @@ def test_the_growth_over_all_areas_is_limited(areas: Path, monkeypatch: pytest.M
         collapsed.add((address.value or 0) // (2 * length))
         return 0
 
-    monkeypatch.setattr(page_collapse, "_madvise", record)
+    monkeypatch.setattr(background_advice, "_madvise", record)
     page_collapse.collapse_pages()
     assert collapsed == {1, 3, 4, 6}
     assert sum(100 - used[i] for i in collapsed) <= 0.05 * sum(used)

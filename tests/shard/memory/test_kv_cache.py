@@ -2,14 +2,18 @@
 
 import ctypes
 import mmap
+import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import torch
 from torch import Tensor
 
+from tgis.process.memory import background_advice
+from tgis.process.memory.background_advice import MADV_POPULATE_WRITE
 from tgis.shard.memory.kv_cache import KVCache
 
 
@@ -35,6 +39,30 @@ def test_memory_is_touched_without_being_waited_for() -> None:
         time.sleep(0.01)
     assert not cache.keys.any()
     assert not cache.values.any()
+
+
+def test_memory_is_touched_in_short_calls_at_the_usual_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads that map memory wait for the end of a call, which a busy system hardly runs at a lower
+    priority."""
+    sizes: list[int] = []
+    priorities: set[int] = set()
+
+    def record(_address: ctypes.c_void_p, size: ctypes.c_size_t, advice: int) -> int:
+        if advice == MADV_POPULATE_WRITE:
+            sizes.append(size.value)
+            priorities.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return 0
+
+    monkeypatch.setattr(background_advice, "_madvise", record)
+    before = set(threading.enumerate())
+    cache = KVCache(
+        num_layers=2, num_blocks=5_000, block_size=4, num_kv_heads=3, head_dim=40, dtype=torch.float32
+    )
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert sum(sizes) >= cache.keys.nbytes + cache.values.nbytes
+    assert max(sizes) <= (2 << 20) + mmap.PAGESIZE
+    assert priorities == {os.getpriority(os.PRIO_PROCESS, 0)}
 
 
 _ENDS_EARLY = """

@@ -4,31 +4,25 @@ Between two tokens of a single stream, the shard reads all weights, which fill t
 addresses of all cores. The interpreter then waits for memory at most of its steps, and for a translation of
 its address in pages of 4 KiB. Objects from the start, such as code and classes, are used most."""
 
-import ctypes
 import logging
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from tgis.process.memory.background_advice import MADV_COLLAPSE, advise_slowly
 
 logger = logging.getLogger(__name__)
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _AREAS = Path("/proc/self/smaps")
-_MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it yet
-# Huge pages of one call, which takes about 4 ms. Signals do not interrupt a call: a killed process ends, and
-# releases its ports, only after it. Other threads of the process wait for it when they map memory.
-_PAGES_PER_CALL = 8
-_PAUSE = 3  # times the duration of a call, so that other threads get most of a core
+_PAGES_PER_CALL = 8  # huge pages, about 4 ms
 _AREA = re.compile(r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) rw.p \S+ \S+ 0 *(?P<name>.*)")
 _USED = re.compile(r"Rss: +(?P<kib>\d+) kB")
 _MIN_USED = 0.75  # part of an area that must be in use; stacks of threads use little of theirs
 # Maximum growth of the process, as a part of the memory in use. Routers and shards grow by 1 % to 4 %.
 _MAX_GROWTH = 0.05
-
-_madvise: Callable[..., int] | None = getattr(ctypes.CDLL(None), "madvise", None)
 
 
 class _Area(NamedTuple):
@@ -44,8 +38,7 @@ class _Area(NamedTuple):
 
 
 def collapse_soon() -> None:
-    """Collapse the process's pages on a background thread. Its priority is the usual one: a busy system would
-    suspend a thread of a lower one during a call, for which others wait."""
+    """Collapse the process's pages on a background thread."""
     threading.Thread(target=_collapse_if_possible, name="huge pages", daemon=True).start()
 
 
@@ -53,19 +46,13 @@ def collapse_pages() -> None:
     """Ask the system to move the memory that the process uses into huge pages, unless its administrator has
     disabled them. Nothing happens on systems that cannot do that. This releases the GIL."""
     size = _huge_page_size()
-    if _madvise is None or not size:
+    if not size:
         return
     for area in _choose_areas():
         begin = -(-area.begin // size) * size
         end = area.end // size * size
         for first in range(begin, end, _PAGES_PER_CALL * size):
-            _collapse(first, min(first + _PAGES_PER_CALL * size, end), _madvise)
-
-
-def _collapse(begin: int, end: int, madvise: Callable[..., int]) -> None:
-    began = time.monotonic()
-    madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_COLLAPSE)
-    time.sleep(_PAUSE * (time.monotonic() - began))
+            advise_slowly(first, min(_PAGES_PER_CALL * size, end - first), MADV_COLLAPSE)
 
 
 def _collapse_if_possible() -> None:

@@ -1,9 +1,7 @@
 """Paged KV cache, allocated once. Its size depends on the model's shape."""
 
-import ctypes
 import math
 import mmap
-import os
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -11,13 +9,17 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tgis.process.memory.background_advice import (
+    MADV_HUGEPAGE,
+    MADV_POPULATE_WRITE,
+    advise,
+    advise_slowly,
+)
+
 CPU = torch.device("cpu")
 SLACK = 32  # elements after the last page, so that kernels can load whole vectors, also of pairs
 SCALE_BYTES = 4  # of a scale, float32, of a token's key or value of one head
 POPULATED_BYTES = 1 << 21
-LOWEST_PRIORITY = 19
-MADV_HUGEPAGE = 14  # Linux's constants
-MADV_POPULATE_WRITE = 23
 
 
 class AttentionShape(Protocol):
@@ -140,22 +142,17 @@ def _populate_soon(memories: Sequence[Tensor]) -> None:
     """Make the system allocate the memory of tensors [num_layers, any] on a background thread, so that
     neither the start nor a later step waits for it. Huge pages are requested because reads of them are
     faster. Memory is allocated block by block over all layers, because steps use blocks in that order."""
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is None:
-        return
     for memory in memories:
-        madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), MADV_HUGEPAGE)
-
+        advise(memory.data_ptr(), memory.nbytes, MADV_HUGEPAGE)  # without it, pages are small
     layers = [(layer.data_ptr(), layer.nbytes) for memory in memories for layer in memory]
 
     def populate() -> None:
         """Populate without torch: a thread inside a torch call when the process ends would abort it."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         for offset in range(0, max((num_bytes for _, num_bytes in layers), default=0), POPULATED_BYTES):
             for address, num_bytes in layers:
                 begin = (address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
                 end = address + min(offset + POPULATED_BYTES, num_bytes)
-                if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_POPULATE_WRITE):
+                if begin < end and not advise_slowly(begin, end - begin, MADV_POPULATE_WRITE):
                     return  # out of memory is no error here: the rest may never be used
 
     threading.Thread(target=populate, name="cache", daemon=True).start()
