@@ -150,12 +150,12 @@ def test_names_of_files_are_any_bytes(areas: Path, separator: str, monkeypatch: 
     assert collapsed == [4 * HUGE]
 
 
-@pytest.mark.parametrize("areas_listed", [[], [(HUGE, HUGE, 0)], [(HUGE, 2 * HUGE, 0)], [(2 * HUGE, HUGE, 4096)]])
+@pytest.mark.parametrize("listed", [[], [(HUGE, HUGE, 0)], [(HUGE, 2 * HUGE, 0)], [(2 * HUGE, HUGE, 4096)]])
 def test_nothing_is_collapsed_without_used_areas(
-    areas: Path, areas_listed: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+    areas: Path, listed: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collapsed: list[object] = []
     monkeypatch.setattr(page_collapse, "_madvise", lambda *call: collapsed.append(call))
-    write_areas(areas, areas_listed)
+    write_areas(areas, listed)
     page_collapse.collapse_pages()
     assert collapsed == []
