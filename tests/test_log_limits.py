@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tgis.log_limits import KIND, MAX_FRAMES, MAX_PLACES, RecordLimits
+from tgis.log_limits import KIND, MAX_FRAMES, MAX_PLACES, OMITTED, RecordLimits
 from tgis.logs import JsonFormatter, TextFormatter
 
 
@@ -29,11 +29,11 @@ class Log:
         self._stream.truncate()
         return text
 
-    def fail(self, depth: int = 0) -> None:
+    def fail(self, depth: int = 0, kind: str | None = None) -> None:
         try:
             self._raise(depth)
         except ValueError:
-            self.logger.exception("failed")
+            self.logger.exception("failed", extra={KIND: kind})
 
     def _raise(self, depth: int) -> None:
         if depth:
@@ -128,3 +128,72 @@ def test_kinds_that_are_kept_are_bounded() -> None:
         setattr(record, KIND, f"kind {i}")
         assert limits.filter(record)
     assert len(limits._last) == MAX_PLACES
+
+
+def test_kinds_with_omitted_lines_are_bounded() -> None:
+    now = 0.0
+    limits = RecordLimits(lambda: now, lambda record: None, report_s=0.05)
+    for i in range(2 * MAX_PLACES):
+        for _ in range(2):
+            limits.filter(make_record(f"kind {i}"))
+    assert len(limits._unreported) == MAX_PLACES
+    now = 1.0  # ends the timer
+
+
+def make_record(kind: str, *args: object) -> logging.LogRecord:
+    record = logging.LogRecord("a", logging.INFO, "", 0, "no %d", args or (1,), None)
+    setattr(record, KIND, kind)
+    return record
+
+
+def test_one_timer_runs_at_a_time() -> None:
+    """Lines that are written after omitted ones, and omitted again, need no timer each."""
+    before, now = threading.active_count(), 0.0
+    limits = RecordLimits(lambda: now, lambda record: None, report_s=0.5)
+    for _ in range(20):
+        now += 1
+        for _ in range(3):
+            limits.filter(make_record("a"))
+    assert threading.active_count() <= before + 1
+    now += 1  # ends the timer
+
+
+def test_a_line_is_omitted_although_the_system_has_no_thread_for_a_timer() -> None:
+    """The next omitted line starts the timer, which reports all of them."""
+    reports: list[logging.LogRecord] = []
+    reported, now = threading.Event(), 0.0
+
+    def report(record: logging.LogRecord) -> None:
+        reports.append(record)
+        reported.set()
+
+    limits = RecordLimits(lambda: now, report, report_s=0.05)
+    usual = threading.stack_size(1 << 47)  # no system maps so much
+    try:
+        assert [limits.filter(make_record("a")) for _ in range(3)] == [True, False, False]
+    finally:
+        threading.stack_size(usual)
+    assert not limits.filter(make_record("a"))
+    now = 1.0
+    assert reported.wait(10)
+    assert [vars(each)[OMITTED] for each in reports] == [3]
+
+
+def test_an_omitted_line_whose_arguments_do_not_fit_raises_nothing() -> None:
+    now = 0.0
+    limits = RecordLimits(lambda: now, lambda record: None, report_s=0.05)
+    assert limits.filter(make_record("a"))
+    assert not limits.filter(make_record("a", "text"))
+    now = 1.0  # ends the timer
+
+
+def test_lines_with_tracebacks_have_the_number_of_omitted_lines(log: Log) -> None:
+    """Whether the traceback is logged, as those of the first and the last second are, or not."""
+    for _ in range(61):
+        for _ in range(3):
+            log.fail(kind="a")
+        log.now += 1
+    text = log.text()
+    lines = [line.partition("failed")[2] for line in text.splitlines() if "failed" in line]
+    assert lines == ["", *[" omitted=2"] * 60]
+    assert text.count("Traceback") == 2

@@ -1,5 +1,6 @@
 """Rate limits for repeated log records: lines of one kind, and tracebacks from one place."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -53,7 +54,8 @@ class RecordLimits(logging.Filter):
         self._report = report
         self._report_s = report_s
         self._lock = threading.RLock()  # reports come from another thread
-        self._unreported: dict[object, _Omitted] = {}
+        self._unreported: dict[object, _Omitted] = {}  # kinds that `_last` has, too
+        self._has_timer = False
         self._last: OrderedDict[object, tuple[float, int]] = OrderedDict()
         """Time of the last line or traceback, and number omitted since then, by kind or place."""
 
@@ -75,19 +77,26 @@ class RecordLimits(logging.Filter):
         if self._admit(kind, KIND_S, record):
             self._unreported.pop(kind, None)
             return True
-        if self._report is not None and kind not in self._unreported:
-            if not self._unreported:
-                self._start_timer(self._report)
-            self._unreported[kind] = _Omitted(record.name, record.levelno, record.getMessage())
+        if self._report is not None:
+            if kind not in self._unreported:
+                self._unreported[kind] = _Omitted(record.name, record.levelno, _text_of(record))
+            self._start_timer(self._report)
         return False
 
     def _start_timer(self, report: Callable[[logging.LogRecord], object]) -> None:
+        """Start the only timer, unless it runs. If the system has no thread for it, the next omitted line
+        tries again."""
+        if self._has_timer:
+            return
         timer = threading.Timer(self._report_s, self._report_omitted, (report,))
         timer.daemon = True
-        timer.start()
+        with contextlib.suppress(RuntimeError):
+            timer.start()
+            self._has_timer = True
 
     def _report_omitted(self, report: Callable[[logging.LogRecord], object]) -> None:
         with self._lock:
+            self._has_timer = False
             reports = list(self._take_reports())
             if self._unreported:
                 self._start_timer(report)
@@ -98,11 +107,9 @@ class RecordLimits(logging.Filter):
         """Yield the reports of the kinds whose pause is over."""
         now = self._clock()
         for kind, first in list(self._unreported.items()):
-            last, num_omitted = self._last.get(kind, (now, 0))
-            if num_omitted and now - last < KIND_S:
-                continue
-            del self._unreported[kind]
-            if num_omitted:
+            last, num_omitted = self._last[kind]
+            if now - last >= KIND_S:
+                del self._unreported[kind]
                 self._last[kind] = last, 0
                 yield first.report(num_omitted)
 
@@ -115,10 +122,20 @@ class RecordLimits(logging.Filter):
         self._last[key] = now, 0
         self._last.move_to_end(key)
         while len(self._last) > MAX_PLACES:
-            self._last.popitem(last=False)
-        if num_omitted:
+            oldest, _ = self._last.popitem(last=False)
+            self._unreported.pop(oldest, None)
+        if num_omitted and not hasattr(record, OMITTED):  # omitted lines include omitted tracebacks
             setattr(record, OMITTED, num_omitted)
         return True
+
+
+def _text_of(record: logging.LogRecord) -> str:
+    """Return the record's text, or its format if the arguments do not fit. Handlers report errors of records
+    that they write; one raised by a filter would reach the code that logs."""
+    try:
+        return record.getMessage()
+    except Exception:
+        return str(record.msg)
 
 
 def place_of(error: BaseException) -> tuple[str, str, int]:

@@ -78,11 +78,12 @@ def areas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_areas(path: Path, areas: list[tuple[int, int, int]]) -> None:
     """Write the beginnings, ends and used bytes of areas."""
-    lines = [
-        f"{begin:x}-{end:x} rw-p 00000000 00:00 0 \nSize: {(end - begin) >> 10} kB\nRss: {used >> 10} kB\n"
-        for begin, end, used in areas
-    ]
-    path.write_text("".join(lines))
+    path.write_text("".join(describe(*area) for area in areas))
+
+
+def describe(begin: int, end: int, used: int, file: str = "00:00 0 ") -> str:
+    size = (end - begin) >> 10
+    return f"{begin:x}-{end:x} rw-p 00000000 {file}\nSize: {size} kB\nRss: {used >> 10} kB\n"
 
 
 @pytest.mark.usefixtures("areas")
@@ -135,3 +136,26 @@ def test_the_growth_over_all_areas_is_limited(areas: Path, monkeypatch: pytest.M
     page_collapse.collapse_pages()
     assert collapsed == {1, 3, 4, 6}
     assert sum(100 - used[i] for i in collapsed) <= 0.05 * sum(used)
+
+
+@pytest.mark.parametrize("separator", ["\r", "\f", "\x1c", "\x85", "\u2028", "\udcff"])
+def test_names_of_files_are_any_bytes(areas: Path, separator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system escapes only newlines in them, so they may look like areas, or be no UTF-8."""
+    imitated = f"08:01 17 /{separator}{HUGE:x}-{2 * HUGE:x} rw-p 00000000 00:00 0 "
+    text = describe(4 * HUGE, 5 * HUGE, HUGE) + describe(6 * HUGE, 7 * HUGE, HUGE, imitated)
+    areas.write_bytes(text.encode(errors="surrogateescape"))
+    collapsed: list[int | None] = []
+    monkeypatch.setattr(background_advice, "_madvise", lambda address, *_: collapsed.append(address.value))
+    page_collapse.collapse_pages()
+    assert collapsed == [4 * HUGE]
+
+
+@pytest.mark.parametrize("listed", [[], [(HUGE, HUGE, 0)], [(HUGE, 2 * HUGE, 0)], [(2 * HUGE, HUGE, 4096)]])
+def test_nothing_is_collapsed_without_used_areas(
+    areas: Path, listed: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collapsed: list[object] = []
+    monkeypatch.setattr(background_advice, "_madvise", lambda *call: collapsed.append(call))
+    write_areas(areas, listed)
+    page_collapse.collapse_pages()
+    assert collapsed == []

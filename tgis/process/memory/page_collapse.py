@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _AREAS = Path("/proc/self/smaps")
 _PAGES_PER_CALL = 8  # huge pages, about 4 ms
-_AREA = re.compile(r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) rw.p \S+ \S+ 0 *(?P<name>.*)")
-_USED = re.compile(r"Rss: +(?P<kib>\d+) kB")
+# Names of files are any bytes but newlines.
+_AREA = re.compile(rb"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) rw.p \S+ \S+ 0 *(?P<name>.*)")
+_USED = re.compile(rb"Rss: +(?P<kib>\d+) kB")
 _MIN_USED = 0.75  # part of an area that must be in use; stacks of threads use little of theirs
 # Maximum growth of the process, as a part of the memory in use. Routers and shards grow by 1 % to 4 %.
 _MAX_GROWTH = 0.05
@@ -90,11 +91,11 @@ def _choose_areas() -> list[_Area]:
 def _list_areas() -> Iterator[_Area]:
     """Yield the areas of the process's own memory, without the stack of the first thread."""
     bounds: tuple[int, int] | None = None
-    for line in _AREAS.read_text().splitlines():
+    for line in _AREAS.read_bytes().split(b"\n"):
         if found := _AREA.fullmatch(line):
-            is_stack = found["name"] == "[stack]"
-            bounds = None if is_stack else (int(found["begin"], 16), int(found["end"], 16))
-        elif "-" in line.partition(" ")[0]:
+            begin, end = int(found["begin"], 16), int(found["end"], 16)
+            bounds = (begin, end) if begin < end and found["name"] != b"[stack]" else None
+        elif b"-" in line.partition(b" ")[0]:
             bounds = None  # an area of a file, or one that is only read
         elif bounds is not None and (found := _USED.match(line)):
             yield _Area(*bounds, int(found["kib"]) << 10)

@@ -144,6 +144,15 @@ def test_rows_of_large_products_are_independent(by_kind: Kernels) -> None:
         assert torch.equal(multiply(x[first : first + 3]), whole[first : first + 3])
 
 
+@pytest.mark.parametrize("num_rows", [17, 18])
+def test_the_last_rows_of_wide_products_are_alone_in_a_cache(by_kind: Kernels, num_rows: int) -> None:
+    """Each tile of rows fills a thread's cache, and the last tile has few rows."""
+    multiply = pack(draw(CASES["4 bits"]._replace(num_columns=10368), 3), by_kind)
+    x = torch.randn(num_rows, 10368)
+    whole = multiply(x)
+    assert torch.equal(multiply(x[16:]), whole[16:])
+
+
 def test_tiny_numbers_are_zeros_in_every_batch(by_kind: Kernels) -> None:
     """Tiles flush numbers that other instructions do not."""
     codes = draw(CASES["4 bits"]._replace(num_columns=64), 20)

@@ -118,6 +118,14 @@ def test_bits_of_large_products(by_kind: Kernels, num_rows: int, monkeypatch: py
     assert torch.equal(actual(x), expected)
 
 
+@pytest.mark.parametrize("num_rows", [33, 34])
+def test_the_last_rows_of_wide_products_are_alone_in_a_cache(by_kind: Kernels, num_rows: int) -> None:
+    """Each tile of rows fills a thread's cache, and the last tile has few rows."""
+    codes = draw(CASES["4 bits"]._replace(num_columns=20608), 3)
+    x = torch.randn(num_rows, 20608)
+    assert torch.equal(pack(codes, by_kind)(x), pack(codes)(x))
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_nothing_else_is_read_or_written(
     by_kind: Kernels, name: str, monkeypatch: pytest.MonkeyPatch

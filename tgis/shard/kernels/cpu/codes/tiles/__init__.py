@@ -1,1 +1,1 @@
-"""Products with codes and bfloat16 arithmetic on AMX tiles."""
+"""Products with codes on AMX tiles, with bfloat16 arithmetic or activations rounded to 8 bits."""

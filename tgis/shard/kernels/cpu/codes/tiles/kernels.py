@@ -82,14 +82,14 @@ def _multiply(args: Any, bits: int, wide_unit: int, element: Any) -> None:
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
     group_units = -(-num_panels // unit_panels)
     sums_bytes = max_rows * WIDE_ROW
-    copy_bytes = 0 if rounded else pieces * place_rows(w, max_rows, 0).piece_bytes
+    copy_bytes = 0 if rounded else pieces * place_rows(w, max_rows, 0, is_few).piece_bytes
     before = SCRATCH_BYTES + sums_bytes + MEMORY_BYTES
     memory = np.empty(_PAGE + before + FLOAT_ROW + copy_bytes, np.uint8)
     at: Any = (np.int64(memory.ctypes.data) + _PAGE - 1) // _PAGE * _PAGE
     scratch, float_row = place_scratch(at, at + SCRATCH_BYTES + sums_bytes), at + before
     if not is_few:
         clear_scratch(scratch, w.units % count_step_units(w) or w.in_features % w.columns)
-    all_rows = place_rows(w, m, rounded)
+    all_rows = place_rows(w, m, rounded, is_few)
     rows_of_x, copied_group, configured = all_rows, -1, 0
     unit = next_unit(args)
     while unit < groups * group_units:
@@ -101,7 +101,7 @@ def _multiply(args: Any, bits: int, wide_unit: int, element: Any) -> None:
             if rounded:
                 rows_of_x = _skip_rows(all_rows, w.row_bytes, first)
             else:
-                rows_of_x = place_rows(w, rows, float_row + FLOAT_ROW)
+                rows_of_x = place_rows(w, rows, float_row + FLOAT_ROW, is_few)
                 source = x + 4 * first * width
                 round_rows(w, source, width, 0, rows, float_row, rows_of_x, is_few, element)
             copied_group = group

@@ -12,7 +12,6 @@ from numba import carray
 from tgis.shard.kernels.cpu.amx.instructions import ROW_BYTES, TILE_ROWS
 from tgis.shard.kernels.cpu.codes.kernels import copy_row, count_pieces, count_units
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS, KINDS, PIECE, UNIT, Kind
-from tgis.shard.kernels.cpu.codes.tiles.chains import FEW_ROWS
 from tgis.shard.kernels.cpu.codes.tiles.widening import (
     QUADS_UNIT,
     WIDE_ROW,
@@ -60,10 +59,10 @@ def count_row_bytes(units: int, is_few: int, wide_unit: int) -> int:
 
 
 @ordered
-def place_rows(w: Any, rows: int, at: int) -> Any:
-    """Return the places of rows that `round_rows` writes to an address. Rows, sums and scales fill whole
-    tiles."""
-    padded = rows if rows <= FEW_ROWS else -(-rows // TILE_ROWS) * TILE_ROWS
+def place_rows(w: Any, rows: int, at: int, is_few: int) -> Any:
+    """Return the places of rows that `round_rows` writes to an address. Without `is_few`, rows, sums and
+    scales fill whole tiles."""
+    padded = rows if is_few else -(-rows // TILE_ROWS) * TILE_ROWS
     sums = at + padded * w.row_bytes
     scales = sums + 4 * padded * (w.wide_unit == QUADS_UNIT)
     return RoundedRows(at, sums, scales, scales + 4 * padded - at)

@@ -21,7 +21,7 @@ def _round(args: Any, bits: int, wide_unit: int, element: Any) -> None:
     w = read_matrix(args, 5, bits, count_row_bytes(units, 0, wide_unit), wide_unit, TILE_ROWS)
     scratch = np.empty(FLOAT_ROW, np.uint8)
     row: Any = np.int64(scratch.ctypes.data)
-    places = place_rows(w, m, to)
+    places = place_rows(w, m, to, 0)
     first = next_unit(args) * TILE_ROWS
     while first < m:
         round_rows(w, x, width, first, min(first + TILE_ROWS, m), row, places, 0, element)
