@@ -7,9 +7,14 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
+from tgis.shard.checkpoint.tensors import TensorInMemory
+from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.few_rows import multiply_few
 from tgis.shard.kernels.cuda.few_rows.multiply_few import MAX_ROWS
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.kernels.cuda.products.choice import MAX_MATRICES, ProductChoices
 from tgis.shard.kernels.cuda.products.floats import CudaProduct
 
@@ -114,6 +119,41 @@ def test_failed_measurements_leave_cublas(caplog: pytest.LogCaptureFixture) -> N
     assert few is not None
     assert not few.is_used
     assert "24 x 32: cuBLAS (not timed: operation not permitted when stream is capturing)" in caplog.text
+
+
+def test_kernels_that_triton_refuses_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """Triton's errors are no RuntimeErrors."""
+
+    def fail(work: Callable[[], None]) -> float:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    choices = ProductChoices(multiply_few.plain)
+    weight = draw(24, 32)
+    few = choices.add(weight, False)
+    with caplog.at_level(logging.INFO):
+        choices.measure(fail, choose_alone)
+    assert few is not None
+    assert not few.is_used
+    assert "24 x 32: cuBLAS (not timed: out of resource: shared memory" in caplog.text
+
+
+def ask(asked: list[int], value: int) -> int:
+    asked.append(value)
+    return value
+
+
+def test_a_rank_without_the_kernel_takes_part_in_the_choice(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise, the other ranks' values would meet those of its next agreement."""
+    values: list[list[int]] = []
+    for kernels in (Implementations.choose(), Implementations.plain()):
+        values.append([])
+        shard = CudaKernels(CPU, kernels)
+        product = shard.pack(TensorInMemory(draw(24, 32), "weight"), torch.bfloat16)
+        with caplog.at_level(logging.INFO):
+            shard.choose_products(lambda work: 1e-6, partial(ask, values[-1]))
+        assert product.multiply_parts(torch.randn(1, 32)) is None
+    assert values == [[1, -1, 0], [1, -1, 0]]
+    assert "24 x 32: cuBLAS (not timed: multiply_few is replaced)" in caplog.messages[1]
 
 
 def test_figures_are_logged(caplog: pytest.LogCaptureFixture) -> None:

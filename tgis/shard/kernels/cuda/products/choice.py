@@ -9,6 +9,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from tgis.errors import first_line
 from tgis.shard.kernels.cuda.few_rows.multiply_few import MAX_ROWS
@@ -65,7 +66,8 @@ class ProductChoices:
     @torch.inference_mode()
     def measure(self, time: Timer, agree: Callable[[int], int]) -> None:
         """Time the products of each size, and use the faster ones. All ranks must choose alike, because some
-        matrices are whole on every rank: `agree` returns the smallest of the ranks' values."""
+        matrices are whole on every rank: `agree` returns the smallest of the ranks' values. All must call
+        this, also one that can time nothing: its `time` raises RuntimeError."""
         lines = []
         has_all = agree(len(self._sizes)) == -agree(-len(self._sizes))
         for size, few in self._sizes.items():
@@ -86,7 +88,7 @@ def _compare(size: MatrixSize, few: FewRows, time: Timer) -> tuple[bool, str]:
         return False, "of this type or size, not timed"
     try:
         times = [_time_both(size, few.multiply, weights, num_rows, time) for num_rows in NUM_ROWS]
-    except RuntimeError as error:  # it cannot be captured, or there is no memory
+    except (RuntimeError, TritonError) as error:  # not captured, not compiled, or there is no memory
         return False, f"not timed: {first_line(error)}"
     own, other = (sum(each) for each in zip(*times, strict=True))
     figures = ", ".join(f"{own * 1e6:.1f} and {other * 1e6:.1f}" for own, other in times)
