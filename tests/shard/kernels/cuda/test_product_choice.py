@@ -71,6 +71,19 @@ def test_one_and_16_rows_are_timed_with_all_matrices_of_a_size() -> None:
     assert len(few.matrices) == MAX_MATRICES
 
 
+def test_freed_matrices_leave_their_places_to_others() -> None:
+    """Those of a model that was measured before this one is loaded."""
+    counted = Counted({32: 0.5})
+    choices = ProductChoices(counted.multiply)
+    for _ in range(MAX_MATRICES):
+        choices.add(draw(24, 32), False)
+    weight = draw(24, 32)
+    few = choices.add(weight, False)
+    choices.measure(counted.time, choose_alone)
+    assert few is not None
+    assert few.is_used
+
+
 @pytest.mark.parametrize(
     "weight", [draw(24, 32, torch.float32), draw(24, 40)], ids=["float32", "no loads of 16 bytes"]
 )

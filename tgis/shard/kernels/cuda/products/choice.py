@@ -59,6 +59,7 @@ class ProductChoices:
         out_features, in_features = weight.shape
         size = MatrixSize(out_features, in_features, weight.dtype, is_wide)
         few = self._sizes.setdefault(size, FewRows(self._multiply, self._is_used))
+        few.matrices = [each for each in few.matrices if each() is not None]
         if len(few.matrices) < MAX_MATRICES:
             few.matrices.append(ref(weight))
         return few
