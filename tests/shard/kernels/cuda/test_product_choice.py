@@ -179,6 +179,13 @@ def test_figures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "at 1 and 16 rows: 24 x 32: multiply_few (0.5 and 1.0, 0.5 and 1.0)" in caplog.text
 
 
+def test_a_model_without_matrices_logs_no_figures(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers computes its products, or all are of codes."""
+    with caplog.at_level(logging.INFO):
+        ProductChoices(multiply_few.plain).measure(lambda work: 1e-6, choose_alone)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_of_more_rows_are_cublas_s(is_wide: bool, has_bias: bool) -> None:

@@ -76,10 +76,11 @@ class ProductChoices:
             few.is_used = has_all and bool(agree(is_faster))
             name = "multiply_few" if few.is_used else "cuBLAS"
             lines.append(f"{size.out_features} x {size.in_features}: {name} ({figures})")
-        logger.info(
-            "products of up to %d rows, microseconds of multiply_few and cuBLAS at %d and %d rows: %s",
-            *(MAX_ROWS, *NUM_ROWS, "; ".join(lines)),
-        )
+        if lines:
+            logger.info(
+                "products of up to %d rows, microseconds of multiply_few and cuBLAS at %d and %d rows: %s",
+                *(MAX_ROWS, *NUM_ROWS, "; ".join(lines)),
+            )
 
 
 def _compare(size: MatrixSize, few: FewRows, time: Timer) -> tuple[bool, str]:
