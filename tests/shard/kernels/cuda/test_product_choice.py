@@ -7,9 +7,14 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
+from tgis.shard.checkpoint.tensors import TensorInMemory
+from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.few_rows import multiply_few
 from tgis.shard.kernels.cuda.few_rows.multiply_few import MAX_ROWS
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.kernels.cuda.products.choice import MAX_MATRICES, ProductChoices
 from tgis.shard.kernels.cuda.products.floats import CudaProduct
 
@@ -66,6 +71,19 @@ def test_one_and_16_rows_are_timed_with_all_matrices_of_a_size() -> None:
     assert len(few.matrices) == MAX_MATRICES
 
 
+def test_freed_matrices_leave_their_places_to_others() -> None:
+    """Those of a model that was measured before this one is loaded."""
+    counted = Counted({32: 0.5})
+    choices = ProductChoices(counted.multiply)
+    for _ in range(MAX_MATRICES):
+        choices.add(draw(24, 32), False)
+    weight = draw(24, 32)
+    few = choices.add(weight, False)
+    choices.measure(counted.time, choose_alone)
+    assert few is not None
+    assert few.is_used
+
+
 @pytest.mark.parametrize(
     "weight", [draw(24, 32, torch.float32), draw(24, 40)], ids=["float32", "no loads of 16 bytes"]
 )
@@ -116,6 +134,41 @@ def test_failed_measurements_leave_cublas(caplog: pytest.LogCaptureFixture) -> N
     assert "24 x 32: cuBLAS (not timed: operation not permitted when stream is capturing)" in caplog.text
 
 
+def test_kernels_that_triton_refuses_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """Triton's errors are no RuntimeErrors."""
+
+    def fail(work: Callable[[], None]) -> float:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    choices = ProductChoices(multiply_few.plain)
+    weight = draw(24, 32)
+    few = choices.add(weight, False)
+    with caplog.at_level(logging.INFO):
+        choices.measure(fail, choose_alone)
+    assert few is not None
+    assert not few.is_used
+    assert "24 x 32: cuBLAS (not timed: out of resource: shared memory" in caplog.text
+
+
+def ask(asked: list[int], value: int) -> int:
+    asked.append(value)
+    return value
+
+
+def test_a_rank_without_the_kernel_takes_part_in_the_choice(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise, the other ranks' values would meet those of its next agreement."""
+    values: list[list[int]] = []
+    for kernels in (Implementations.choose(), Implementations.plain()):
+        values.append([])
+        shard = CudaKernels(CPU, kernels)
+        product = shard.pack(TensorInMemory(draw(24, 32), "weight"), torch.bfloat16)
+        with caplog.at_level(logging.INFO):
+            shard.choose_products(lambda work: 1e-6, partial(ask, values[-1]))
+        assert product.multiply_parts(torch.randn(1, 32)) is None
+    assert values == [[1, -1, 0], [1, -1, 0]]
+    assert "24 x 32: cuBLAS (not timed: multiply_few is replaced)" in caplog.messages[1]
+
+
 def test_figures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     counted = Counted({32: 0.5})
     choices = ProductChoices(counted.multiply)
@@ -124,6 +177,13 @@ def test_figures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         choices.measure(counted.time, choose_alone)
     assert "at 1 and 16 rows: 24 x 32: multiply_few (0.5 and 1.0, 0.5 and 1.0)" in caplog.text
+
+
+def test_a_model_without_matrices_logs_no_figures(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers computes its products, or all are of codes."""
+    with caplog.at_level(logging.INFO):
+        ProductChoices(multiply_few.plain).measure(lambda work: 1e-6, choose_alone)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("is_wide", [False, True])

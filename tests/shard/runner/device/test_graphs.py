@@ -3,7 +3,11 @@
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
+from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -350,12 +354,43 @@ def test_a_capture_that_fails_with_simpler_launches_too_is_given_up() -> None:
     assert graphs.refusal == "it waits"
 
 
-def test_ranks_simplify_launches_together() -> None:
-    """Not if the launches of one rank are simple already."""
-    steps, device = Steps(), Device(error=lambda number: RuntimeError("it waits"))
-    agreed = iter([1, 0, 0])  # there is time, the capture failed, and one rank cannot simplify
-    made = StepGraphs(
-        device, steps.make, device.memory_left, agree=lambda _: next(agreed), simplify=lambda: True
-    )
-    made.capture(of_rows(2))
-    assert made.refusal == "it waits"
+class Meeting:
+    """Ranks in threads that agree on the smallest of their values."""
+
+    def __init__(self, num_ranks: int):
+        self._values = [0] * num_ranks
+        self._barrier = Barrier(num_ranks, timeout=10)
+
+    def agree(self, rank: int, value: int) -> int:
+        self._values[rank] = value
+        self._barrier.wait()
+        smallest = min(self._values)
+        self._barrier.wait()  # nobody writes before all have read
+        return smallest
+
+
+def test_ranks_repeat_a_capture_if_one_simplifies_launches() -> None:
+    """Launches of the first rank are simple already."""
+    is_simple, meeting = [True, False], Meeting(2)
+
+    def simplify(rank: int) -> bool:
+        was_simple, is_simple[rank] = is_simple[rank], True
+        return not was_simple
+
+    def refuse(rank: int, number: int) -> Exception | None:
+        return None if is_simple[rank] else RuntimeError("programmatic edges are not supported")
+
+    def capture(rank: int) -> StepGraphs:
+        steps, device = Steps(), Device(error=partial(refuse, rank))
+        together: dict[str, Any] = {
+            "agree": partial(meeting.agree, rank),
+            "simplify": partial(simplify, rank),
+        }
+        graphs = StepGraphs(device, steps.make, device.memory_left, **together)
+        graphs.capture(of_rows(2, 4))
+        return graphs
+
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(capture, range(2)))
+    assert [graphs.sizes for graphs in both] == [of_rows(2, 4)] * 2
+    assert [graphs.refusal for graphs in both] == [None, None]

@@ -224,11 +224,11 @@ class Agreement:
     ("others", "sizes", "text"),
     [
         # For each size: whether the other rank has time left, then the outcome of its capture, and after a
-        # failure whether it can launch kernels more simply.
+        # failure -1 if it launches kernels more simply, else 0.
         ([1, 2, 1, 2], [2, 4], None),
         ([1, 2, 0], [4], "use larger CUDA graphs"),
         ([1, 2, 1, 1], [4], "no memory for CUDA graphs of steps of 2 rows"),
-        ([1, 2, 1, 0, 1], [], "cannot be captured: another rank cannot capture them"),
+        ([1, 2, 1, 0, 0], [], "cannot be captured: another rank cannot capture them"),
     ],
 )
 def test_ranks_have_the_same_graphs(

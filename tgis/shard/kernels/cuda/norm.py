@@ -73,12 +73,15 @@ def launch(
     Overwrites x with the sum if there is a delta, which may have another type than x.
 
     weight, bias: float32 [size]. x, delta: contiguous [num_tokens, size]. Computes in float32. If delta has
-    parts, float32 [num_parts, num_tokens, size], their sum is rounded to `delta_dtype`."""
+    parts, float32 [num_parts, num_tokens, size], their sum is rounded to `delta_dtype`, float32
+    or bfloat16."""
     num_tokens, size = x.shape
     assert x.is_contiguous(), "rows are contiguous"
     assert delta is None or (delta.is_contiguous() and delta.shape[-2:] == x.shape), (
         "x and delta have equal shapes"
     )
+    has_parts = delta is not None and delta.dim() == 3
+    assert not has_parts or delta_dtype in (torch.float32, torch.bfloat16), "sums of parts have another type"
     num_parts = 1 if delta is None or delta.dim() == 2 else len(delta)
     is_early = is_dependent(x.device)
     out = torch.empty(num_tokens, size, dtype=dtype, device=x.device)
@@ -99,7 +102,7 @@ def launch(
         HAS_BIAS=bias is not None,
         IS_CENTRED=is_centred,
         NUM_PARTS=num_parts,
-        ROUNDS_DELTA=delta is not None and delta.dim() == 3 and delta_dtype == torch.bfloat16,
+        ROUNDS_DELTA=has_parts and delta_dtype == torch.bfloat16,
         IS_DEPENDENT=is_early,
         num_warps=num_warps,
         launch_pdl=is_early,

@@ -53,9 +53,10 @@ class CudaKernels(TorchKernels):
 
     def choose_products(self, time: Timer, agree: Callable[[int], int]) -> None:
         """Time the products of few rows with the matrices that were packed, and use the faster ones. `agree`
-        returns the smallest of the ranks' values."""
-        if "multiply_few" not in self._implementations.replaced:
-            self._choices.measure(time, agree)
+        returns the smallest of the ranks' values. A rank whose `multiply_few` is replaced takes part, because
+        the others wait for it."""
+        is_replaced = "multiply_few" in self._implementations.replaced
+        self._choices.measure(_refuse_timing if is_replaced else time, agree)
 
     def find_code_packer(
         self, layout: CodeLayout, role: MatrixRole = "linear", dtype: torch.dtype = torch.bfloat16
@@ -196,6 +197,10 @@ class CudaKernels(TorchKernels):
             return linear(x, adapters).to(self._dtype)
         y = biased.product.add_bias(x, biased.bias)
         return linear.adapt(x, y, adapters).to(self._dtype)
+
+
+def _refuse_timing(_: Callable[[], None]) -> float:
+    raise RuntimeError("multiply_few is replaced")
 
 
 def _is_wide(role: MatrixRole, dtype: torch.dtype) -> bool:

@@ -83,7 +83,7 @@ class StepGraphs:
 
     All ranks must have the same graphs, because graphs contain collectives. `agree` returns the smallest of
     the ranks' values. `simplify` launches kernels from now on without what a capture may refuse, and returns
-    False if they were launched so already."""
+    False if they were launched so already. A capture is repeated if any rank did."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class StepGraphs:
             assert step is not None
             self._steps[size] = step
             return True
-        if agreed == _Outcome.FAILED and self._agree(self._simplify()):
+        if agreed == _Outcome.FAILED and -self._agree(-int(self._simplify())):
             logger.warning(
                 "kernels start one by one, because steps of %s cannot be captured otherwise: %s", size, reason
             )

@@ -17,6 +17,7 @@ from tgis.shard.kernels.cuda.check import self_check
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, ExpertSizes, KernelSizes
 from tgis.shard.kernels.cuda.check.self_check import TOLERANCES, check, choose_implementations
 from tgis.shard.kernels.cuda.codes.packed import PackedCodes
+from tgis.shard.kernels.cuda.functions import dependent_launch
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.kernels.cuda.states.chunks import StateMemory
 from tgis.shard.kernels.cuda.step_state import DeviceDetails
@@ -191,6 +192,37 @@ def test_a_kernel_that_fails_at_the_model_s_sizes_is_replaced(
     assert choose_implementations(CPU, ONE).replaced == []
     assert choose_implementations(CPU, ONE, WIDE).replaced == ["norm"]
     assert "with weights of torch.float16 and the model's sizes" in caplog.text
+
+
+def test_kernels_are_launched_normally_if_early_starts_fail(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A driver that refuses early starts costs no kernel. Here, a CPU takes part in them."""
+    starts: list[bool] = []
+
+    def compute(*rest: Any) -> Tensor:
+        starts.append(dependent_launch.is_dependent(CPU))
+        if starts[-1]:
+            raise RuntimeError("Triton Error [CUDA]: operation not supported")
+        actual: Tensor = KERNELS["gate"].plain(*rest)
+        return actual
+
+    def starts_early(_: torch.device) -> bool:
+        return dependent_launch._Refusal.reason is None
+
+    for module in KERNELS.values():
+        monkeypatch.setattr(module, "launch", lambda *args, module=module: module.plain(*args))
+    monkeypatch.setattr(KERNELS["gate"], "launch", compute)
+    monkeypatch.setattr(dependent_launch, "is_dependent", starts_early)
+    try:
+        assert choose_implementations(CPU, ONE).replaced == []
+        assert not starts_early(CPU)
+    finally:
+        dependent_launch.refuse(None)
+    assert starts[0]
+    assert not starts[-1]
+    assert len(caplog.messages) == 1
+    assert "kernels start only when those before them have ended: gate fails its check: " in caplog.text
 
 
 INNER = KernelSizes(2, 1, 8, 32, 24, 99)  # a small model

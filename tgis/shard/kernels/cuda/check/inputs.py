@@ -139,8 +139,8 @@ def _norms(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
     yield Input((x, delta, weight, None, 1e-5, False, dtype), results=(0,))
     yield Input((x, delta, weight, bias, 1e-5, True, dtype), results=(0,))
     yield Input((x, None, weight, None, 1e-5, False, torch.float32), results=(0,))
-    parts = draw.normal(4, 3, size)
-    yield Input((x, parts, weight, None, 1e-5, False, dtype, dtype), results=(0,))
+    parts, of_branch = draw.normal(4, 3, size), torch.float32 if dtype == torch.float16 else dtype
+    yield Input((x, parts, weight, None, 1e-5, False, dtype, of_branch), results=(0,))
 
 
 def _gates(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:

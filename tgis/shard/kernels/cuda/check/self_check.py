@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tgis.errors import first_line
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, KernelSizes
+from tgis.shard.kernels.cuda.functions import dependent_launch
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.kernels.cuda.kernel_cache import use_cache
 
@@ -36,10 +37,18 @@ def choose_implementations(
 ) -> Implementations:
     """Choose Triton's kernels. Those that fail the check at small sizes, at the model's or at those of its
     speculator are replaced by twins. Kernels of recurrent layers, experts and codes are not checked for
-    models without them."""
+    models without them. If one that starts early fails, all are checked again, launched normally from now
+    on."""
+    dependent_launch.refuse(None)
     owners = (model,) if speculator is None else (model, speculator)
     all_sizes = dict.fromkeys(sizes for own in owners for sizes in (own.small, own))
     failures = check(device, dtypes, all_sizes=all_sizes)
+    early = [name for name in dependent_launch.EARLY_KERNELS if name in failures]
+    if early and dependent_launch.is_dependent(device):
+        reason = f"{early[0]} fails its check: {failures[early[0]]}"
+        logger.warning("kernels start only when those before them have ended: %s", reason)
+        dependent_launch.refuse(reason)
+        failures = check(device, dtypes, all_sizes=all_sizes)
     for name, reason in failures.items():
         logger.warning("GPU kernel %s is replaced by torch operators, which are slower: %s", name, reason)
     return Implementations.choose(frozenset(failures))

@@ -14,6 +14,7 @@ import triton.language as tl
 from tgis.shard.kernels.cuda.functions.processors import find_capability
 
 MIN_CAPABILITY = 90
+EARLY_KERNELS = "multiply_few", "add_parts", "norm", "gate", "turn_and_keep"  # that are launched so
 
 
 class _Refusal:

@@ -9,6 +9,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from tgis.errors import first_line
 from tgis.shard.kernels.cuda.few_rows.multiply_few import MAX_ROWS
@@ -58,6 +59,7 @@ class ProductChoices:
         out_features, in_features = weight.shape
         size = MatrixSize(out_features, in_features, weight.dtype, is_wide)
         few = self._sizes.setdefault(size, FewRows(self._multiply, self._is_used))
+        few.matrices = [each for each in few.matrices if each() is not None]
         if len(few.matrices) < MAX_MATRICES:
             few.matrices.append(ref(weight))
         return few
@@ -65,7 +67,8 @@ class ProductChoices:
     @torch.inference_mode()
     def measure(self, time: Timer, agree: Callable[[int], int]) -> None:
         """Time the products of each size, and use the faster ones. All ranks must choose alike, because some
-        matrices are whole on every rank: `agree` returns the smallest of the ranks' values."""
+        matrices are whole on every rank: `agree` returns the smallest of the ranks' values. All must call
+        this, also one that can time nothing: its `time` raises RuntimeError."""
         lines = []
         has_all = agree(len(self._sizes)) == -agree(-len(self._sizes))
         for size, few in self._sizes.items():
@@ -73,10 +76,11 @@ class ProductChoices:
             few.is_used = has_all and bool(agree(is_faster))
             name = "multiply_few" if few.is_used else "cuBLAS"
             lines.append(f"{size.out_features} x {size.in_features}: {name} ({figures})")
-        logger.info(
-            "products of up to %d rows, microseconds of multiply_few and cuBLAS at %d and %d rows: %s",
-            *(MAX_ROWS, *NUM_ROWS, "; ".join(lines)),
-        )
+        if lines:
+            logger.info(
+                "products of up to %d rows, microseconds of multiply_few and cuBLAS at %d and %d rows: %s",
+                *(MAX_ROWS, *NUM_ROWS, "; ".join(lines)),
+            )
 
 
 def _compare(size: MatrixSize, few: FewRows, time: Timer) -> tuple[bool, str]:
@@ -86,7 +90,7 @@ def _compare(size: MatrixSize, few: FewRows, time: Timer) -> tuple[bool, str]:
         return False, "of this type or size, not timed"
     try:
         times = [_time_both(size, few.multiply, weights, num_rows, time) for num_rows in NUM_ROWS]
-    except RuntimeError as error:  # it cannot be captured, or there is no memory
+    except (RuntimeError, TritonError) as error:  # not captured, not compiled, or there is no memory
         return False, f"not timed: {first_line(error)}"
     own, other = (sum(each) for each in zip(*times, strict=True))
     figures = ", ".join(f"{own * 1e6:.1f} and {other * 1e6:.1f}" for own, other in times)
