@@ -86,7 +86,7 @@ help:  ## Show this list
 
 install: $(VENV)/installed  ## Create the virtual environment and install the package; VARIANT=cpu|cuda
 run: $(VENV)/installed $(if $(MODEL_NAME),,$(REAL_MODEL))  ## Serve MODEL_NAME, or SmolLM2-135M-Instruct
-	@scripts/serve.sh "$(BIN)" "$(SERVED)" "$(BIND)"
+	@exec scripts/serve.sh "$(BIN)" "$(SERVED)" "$(BIND)"
 
 gateway: $(VENV)/installed $(VENV)-gateway/installed $(if $(MODEL_NAME),,$(REAL_MODEL))  ## Serve a model twice, behind the Shepherd Model Gateway, on loopback
 	@scripts/gateway.sh "$(BIN)" "$(VENV)-gateway/bin" "$(SERVED)"

@@ -26,6 +26,7 @@ from integration_tests.support.service import Client, launch, serve
 from tests.support.accounts import assert_nothing_left, take_baseline
 from tests.support.processes import Service, children_of
 from tests.support.prompt_files import Payload
+from tgis.launcher.main import REPEATED_S
 from tgis.pb import generation_pb2 as pb
 from tgis.router.shards.client import LOST
 
@@ -135,6 +136,7 @@ def test_nothing_outlives_the_launcher(
     else:
         service.process.send_signal(signal.SIGINT)
         service.wait_for_line("draining 1 requests", 10)
+        time.sleep(REPEATED_S)
         assert service.end(signal.SIGINT) == 1
         text = "a second signal ended the service at once"
         assert (service.lines[-1], log.read_text()) == (f"error: {text}", f"{text}\n")

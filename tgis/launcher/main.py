@@ -16,6 +16,9 @@ from tgis.launcher.startup_downloads import download_missing
 
 logger = logging.getLogger(__name__)
 
+REPEATED_S = 0.5
+"""Time after a signal in which another one is the same: `timeout` signals a process, and then its group."""
+
 
 def run(config: LauncherConfig) -> None:
     """Run this node's launcher until a clean stop.
@@ -28,12 +31,7 @@ def run(config: LauncherConfig) -> None:
 async def _run(config: LauncherConfig) -> None:
     stopping = asyncio.Event()
     aborting = asyncio.Event()
-
-    def on_signal() -> None:
-        (aborting if stopping.is_set() else stopping).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    _handle_signals(stopping, aborting)
     if not await _finish(download_missing(config), stopping):
         return
     num_shards = count_shards(config, uses_gpus(config))
@@ -48,6 +46,23 @@ async def _run(config: LauncherConfig) -> None:
         await shards.kill()
         if gguf is not None:
             gguf.remove()
+
+
+def _handle_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
+    """Set `stopping` at the first signal, and `aborting` at a later one."""
+    loop = asyncio.get_running_loop()
+    stopped_at = 0.0
+
+    def on_signal() -> None:
+        nonlocal stopped_at
+        if not stopping.is_set():
+            stopping.set()
+            stopped_at = loop.time()
+        elif loop.time() >= stopped_at + REPEATED_S:
+            aborting.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
 
 
 async def _finish(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> bool:
