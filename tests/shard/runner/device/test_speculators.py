@@ -284,8 +284,7 @@ def test_the_time_of_following_is_reported(slow_runner: DeviceModelRunner, is_sa
     depth = 0 if is_sampled_by_host else runner.max_pending - 1
     are_timed = [i > 1 + depth for i in range(len(responses))]
     assert [response.follow_ns > 0 for response in responses] == are_timed
-    for response in responses:
-        assert not response.follow_ns or 1e9 * FOLLOW_S <= response.follow_ns <= response.forward_ns
+    assert all(response.follow_ns >= 1e9 * FOLLOW_S for response in responses if response.follow_ns)
 
 
 @dataclass
