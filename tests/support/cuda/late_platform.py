@@ -29,7 +29,7 @@ def late_platform(
         num_dummy_blocks=1,
         state_chunk=STATE_CHUNK,
         replaced_kernels=kernels.replaced,
-        find_rank_obstacle=partial(find_rank_obstacle, device),
+        find_rank_obstacle=partial(find_rank_obstacle, device, replaced=kernels.replaced),
         graph_sizes=partial(_choose_sizes, kernels),
     )
 

@@ -73,7 +73,7 @@ def on_cuda(
         num_dummy_blocks=1,
         state_chunk=STATE_CHUNK,
         replaced_kernels=implementations.replaced,
-        find_rank_obstacle=partial(find_rank_obstacle, stream),
+        find_rank_obstacle=partial(find_rank_obstacle, stream, replaced=implementations.replaced),
         graph_sizes=partial(choose_graph_sizes, implementations),
         choose_products=partial(kernels.choose_products, partial(time_captured, stream)),
     )

@@ -196,6 +196,18 @@ def test_all_ranks_agree_whether_collectives_are_captured(ranks: Ranks, tmp_path
     ]
 
 
+def test_ranks_with_different_kernels_capture_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    """Their graphs would have different sizes."""
+    reason = "the ranks have replaced different kernels"
+    assert ranks.run(2, probe_replaced, tmp_path / "one", [["gate"], []]) == [reason] * 2
+    assert ranks.run(2, probe_replaced, tmp_path / "both", [["gate", "norm"], ["norm", "gate"]]) == [None] * 2
+
+
+def probe_replaced(group: ProcessGroup, place: Path, replaced: list[list[str]]) -> str | None:
+    mine = connect_queued(group.rank, group.size, place)
+    return find_rank_obstacle(CapturingDevice(), mine, replaced[group.rank])
+
+
 def test_collectives_of_the_host_are_not_captured(ranks: Ranks) -> None:
     """gloo's collectives, for which the host waits, cannot be captured; the probe does not try."""
     assert ranks.run(2, capture_gloo) == ["captured work waits for other ranks on the host"] * 2

@@ -3,6 +3,9 @@
 NCCL's can, since version 2.9: all ranks must capture the same ones, and must replay graphs that they have
 captured together. Connections must exist before a capture: the run of the work before it opens them."""
 
+import zlib
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -54,11 +57,17 @@ class CollectivesProbe:
         return (torch.arange(size, device=self._device) % 97 + (rank + 1) * 100 + number).float()
 
 
-def find_rank_obstacle(stream: DeviceStream, group: ProcessGroup) -> str | None:
-    """Return why the ranks' collectives cannot be part of graphs; None if they can. All ranks call this at
-    the same time and return a reason if any has one. Raises ProcessGroupError."""
+def find_rank_obstacle(
+    stream: DeviceStream, group: ProcessGroup, replaced: Collection[str] = ()
+) -> str | None:
+    """Return why the ranks' collectives cannot be part of graphs; None if they can. `replaced` are the rank's
+    replaced kernels, on which the sizes of graphs depend. All ranks call this at the same time and return a
+    reason if any has one. Raises ProcessGroupError."""
     if group.backend is None or not group.backend.is_queued:
         return "the host waits for them"
+    names = zlib.crc32(",".join(sorted(replaced)).encode())
+    if group.min(names) != -group.min(-names):
+        return "the ranks have replaced different kernels"
     reason = _try_capture(stream, group)
     if group.min(reason is None):
         return None
