@@ -37,7 +37,9 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, heads, norms
 
 # Modules that need triton, which torch's build for CPUs lacks.
-_OF_GPUS = tuple(f"{shard.__name__}.{name}" for name in ("kernels.cuda.", "runner.device.", "startup.cuda"))
+_OF_GPUS = tuple(
+    f"{shard.__name__}.{name}" for name in ("kernels.cuda.", "runner.device.", "startup.cuda", "startup.gpu.")
+)
 _OF_EVERY_ARITHMETIC = (
     packing.pack_codes,
     look_up.look_up,
