@@ -91,7 +91,7 @@ def test_grpc_metadata_is_checked(report: Any) -> None:
 def test_a_json_field_is_checked_and_described(report: Any) -> None:
     status, parameter, message = report["openai"]["refusal"]
     assert (status, parameter) == (400, "temperature_floor")
-    assert "at most 2" in message
+    assert "<= 2" in message
     assert report["openai"]["schema"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
     assert report["lmi"] == FLOOR
 
