@@ -229,7 +229,7 @@ async def test_a_hostile_value_is_refused_by_its_key(
     name = KEYS[key].field
     for code, text in statuses:
         assert code is INVALID
-        assert text.startswith((f"{key}: ", f"{name}: "))
+        assert text.startswith((f"{key} must be ", f"{key}: ", f"{name}: "))
         assert LONG not in text
         assert len(text) < 200
     assert statuses[0] == statuses[1]
@@ -258,7 +258,7 @@ async def test_no_random_value_gets_further_than_a_refusal(served: ServedGrpc) -
         value = text.encode() if key.endswith("-bin") else text
         metadata = read_metadata([(key, value)])
         assert bool(metadata.refusal) != (key in metadata.values)
-        assert not metadata.refusal or metadata.refusal.startswith(f"{key}: ")
+        assert not metadata.refusal or metadata.refusal.startswith((f"{key}: ", f"{key} must be "))
         if key in ("tgis-min-p", "tgis-presence-penalty") and not metadata.refusal:
             assert metadata.values[key] == float(text)
             assert re.fullmatch("[-+.eE0-9]+", text)
