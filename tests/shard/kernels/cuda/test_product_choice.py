@@ -120,25 +120,23 @@ def test_ranks_with_other_sizes_use_cublas() -> None:
     assert not few.is_used
 
 
-def test_failed_measurements_leave_cublas(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(work: Callable[[], None]) -> float:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    choices = ProductChoices(multiply_few.plain)
-    weight = draw(24, 32)
-    few = choices.add(weight, False)
-    with caplog.at_level(logging.INFO):
-        choices.measure(fail, choose_alone)
-    assert few is not None
-    assert not few.is_used
-    assert "24 x 32: cuBLAS (not timed: operation not permitted when stream is capturing)" in caplog.text
-
-
-def test_kernels_that_triton_refuses_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            RuntimeError("not permitted when stream is capturing\nmore"),
+            "not permitted when stream is capturing)",
+        ),
+        (OutOfResources(300_000, 232_448, "shared memory"), "out of resource: shared memory"),
+    ],
+)
+def test_failed_measurements_leave_cublas(
+    error: Exception, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Triton's errors are no RuntimeErrors."""
 
     def fail(work: Callable[[], None]) -> float:
-        raise OutOfResources(300_000, 232_448, "shared memory")
+        raise error
 
     choices = ProductChoices(multiply_few.plain)
     weight = draw(24, 32)
@@ -147,7 +145,7 @@ def test_kernels_that_triton_refuses_are_not_used(caplog: pytest.LogCaptureFixtu
         choices.measure(fail, choose_alone)
     assert few is not None
     assert not few.is_used
-    assert "24 x 32: cuBLAS (not timed: out of resource: shared memory" in caplog.text
+    assert f"24 x 32: cuBLAS (not timed: {reason}" in caplog.text
 
 
 def ask(asked: list[int], value: int) -> int:
