@@ -83,7 +83,8 @@ def test_compilation_is_logged(
         monkeypatch.setattr(compiler, "compile_progress", CompileProgress())
         caplog.clear()
         check(monkeypatch, *bases)
-        return [text.partition(", and the code ")[2] for text in caplog.messages if text.startswith("compiling")]
+        lines = [text for text in caplog.messages if text.startswith("compiling")]
+        return [line.partition(", and the code ")[2] for line in lines]
 
     kept = tmp_path / "kept"
     assert log_lines(kept) == [f"is stored in {kept} for later starts"]
