@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 # is no sign of that: a worker sends all its resumed requests to a new engine process at once.
 MAX_UNSENT_BYTES = 64 << 20
 UNREAD_LIMIT_S = 10.0
+# It must read nothing between this many checks in turn: one check fails if this process itself stood still.
+NUM_READING_CHECKS = 10
 UNREADABLE = (FrameError, DecodeError, msgspec.DecodeError)
 
 M = TypeVar("M")
@@ -103,22 +105,24 @@ class FramedChannel(asyncio.Protocol, Generic[M]):
         self._transport.write(unsent)
         self._num_written += len(unsent)
         if self._reading_check is None:
-            self._check_reading(num_read_before=-1)
+            self._check_reading(num_read_before=-1, num_failed=0)
 
-    def _check_reading(self, num_read_before: int) -> None:
-        """Abort the connection if much data waits for the peer and it has read nothing since the last
-        check."""
+    def _check_reading(self, num_read_before: int, num_failed: int) -> None:
+        """Abort the connection if much data waits for the peer and it has read nothing between the last
+        NUM_READING_CHECKS checks. `num_failed` is the number of those checks until now."""
         self._reading_check = None
         if self._transport is None or (waiting := self._transport.get_write_buffer_size()) < MAX_UNSENT_BYTES:
             return
         num_read = self._num_written - waiting
-        if num_read == num_read_before:
+        num_failed = num_failed + 1 if num_read == num_read_before else 0
+        if num_failed == NUM_READING_CHECKS:
             logger.error(
                 "closed a connection between %s: the peer read nothing for %g s", self._name, UNREAD_LIMIT_S
             )
             self._end()
         else:
-            self._reading_check = self._loop.call_later(UNREAD_LIMIT_S, self._check_reading, num_read)
+            delay_s = UNREAD_LIMIT_S / NUM_READING_CHECKS
+            self._reading_check = self._loop.call_later(delay_s, self._check_reading, num_read, num_failed)
 
     def _end(self) -> None:
         assert self._transport is not None

@@ -1,6 +1,7 @@
 """Check connections to an engine process from a worker's side of the socket."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +120,26 @@ async def test_a_worker_that_reads_nothing_is_cut(scene: Scene, monkeypatch: pyt
     assert await hung.is_cut()
     for _ in range(8):
         assert await slow.receive() == message
+
+
+async def test_a_worker_is_not_cut_because_the_engine_stood_still(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framed_channel, "MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr(framed_channel, "UNREAD_LIMIT_S", 0.5)
+    worker = await scene.connect()
+    worker.send(HELLO)
+    while not scene.server._connections:  # noqa: ASYNC110 - the server tells nobody
+        await asyncio.sleep(0)
+    [connection] = scene.server._connections
+    message = wire.Refused(wire.ClaimId(0), "", "x" * (1 << 16))
+    for _ in range(160):
+        connection.channel.send(message)
+    await asyncio.sleep(0)
+    time.sleep(0.6)  # noqa: ASYNC251 - the whole process stands still
+    for _ in range(160):
+        assert await worker.receive() == message
+    assert scene.server._connections
 
 
 @pytest.mark.parametrize("answering", [[], [1], [1, 2], [2, 3, 1]])
