@@ -82,7 +82,9 @@ def _compare_kernels(dtype: str, group: str, seconds: float, is_rehearsed: bool)
             f"{kernel} {dtype} {group}",
             "kernels:compare",
             seconds,
-            *(kernel, dtype, group),
+            kernel,
+            dtype,
+            group,
             is_rehearsed=is_rehearsed and kernel in REHEARSED_KERNELS,
         )
         for kernel in KERNELS

@@ -36,7 +36,8 @@ def find_faults(prompting: Prompting, receiver: AnswerReceiver) -> list[str]:
 
 
 def _has_right_length(prompting: Prompting, receiver: AnswerReceiver) -> bool:
-    num_tokens, wanted = receiver.record.output_tokens, prompting.wanted_tokens
+    num_tokens = receiver.record.output_tokens
+    wanted = prompting.wanted_tokens
     if num_tokens == wanted:
         return True
     was_cut = all(reason in AT_MAXIMUM for reason in receiver.ends.values())

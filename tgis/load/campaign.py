@@ -114,7 +114,8 @@ class Campaign:
 
     async def _count_tokens(self, words: Sequence[str]) -> int:
         """Return the service's count for a prompt of these words; 0 if it reports none."""
-        text, seed = " ".join(words), self._plan.workload.seed
+        text = " ".join(words)
+        seed = self._plan.workload.seed
         workload = Workload(
             seed=seed,
             texts=(text,),
@@ -130,7 +131,8 @@ class Campaign:
 
     async def _measure(self, level: Level) -> Figures:
         """Run a level until it has been repeated often enough."""
-        plan, runs = self._plan, list[RunRecord]()
+        plan = self._plan
+        runs = list[RunRecord]()
         while True:
             self._listener.begin(level, len(runs))
             runs.append(await self._processes.run(self._split(level), self._listener.progress))

@@ -126,7 +126,8 @@ class LoadRun:
         except TimeoutError:
             record.error = TIMEOUT
         except AnswerError as error:
-            record.error, record.message = error.kind, error.message[:MESSAGE_LENGTH]
+            record.error = error.kind
+            record.message = error.message[:MESSAGE_LENGTH]
         except CancellationError:
             record.is_cancelled = True
         self.num_open -= 1

@@ -116,7 +116,8 @@ async def wait_until_hung(fd: int, loaded: asyncio.Event, serving: asyncio.Event
     allowed silence. The first heartbeat of a serving child sets `serving`."""
     os.set_blocking(fd, False)
     loop = asyncio.get_running_loop()
-    num_missed, is_hung = 0, False
+    num_missed = 0
+    is_hung = False
 
     def on_readable() -> None:
         nonlocal num_missed, is_hung
@@ -124,7 +125,8 @@ async def wait_until_hung(fd: int, loaded: asyncio.Event, serving: asyncio.Event
         if not signs:  # the child has ended
             loop.remove_reader(fd)
             return
-        num_missed, is_hung = 0, _HUNG in signs
+        num_missed = 0
+        is_hung = _HUNG in signs
         if signs.strip(_LOADING):
             loaded.set()
         if _SERVING in signs:

@@ -280,7 +280,8 @@ class _Router:
 
     async def _unless_draining(self, waiting: Coroutine[Any, Any, None]) -> bool:
         """Wait for `waiting`. Return False if a stop signal arrives first."""
-        task, draining = asyncio.create_task(waiting), asyncio.create_task(self._draining.wait())
+        task = asyncio.create_task(waiting)
+        draining = asyncio.create_task(self._draining.wait())
         await asyncio.wait((task, draining), return_when=asyncio.FIRST_COMPLETED)
         for one in (task, draining):
             one.cancel()

@@ -16,11 +16,18 @@ from typing import TypeAlias
 from tgis.tensor_files.errors import DAMAGED, TensorFileError
 from tgis.tensor_files.gguf_types import TYPES, GgufType
 
-MAGIC, VERSIONS = b"GGUF", (2, 3)
-ALIGNMENT_KEY, DEFAULT_ALIGNMENT = "general.alignment", 32
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT_KEY = "general.alignment"
+DEFAULT_ALIGNMENT = 32
 # Limits far above the values of published models.
-MAX_KEYS, MAX_TENSORS, MAX_ELEMENTS, MAX_DIMENSIONS, MAX_ALIGNMENT = 1 << 16, 1 << 18, 1 << 21, 4, 1 << 16
-MAX_NAME_BYTES, MAX_TEXT_BYTES = 256, 4 << 20
+MAX_KEYS = 1 << 16
+MAX_TENSORS = 1 << 18
+MAX_ELEMENTS = 1 << 21
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 16
+MAX_NAME_BYTES = 256
+MAX_TEXT_BYTES = 4 << 20
 MAX_ARRAY_BYTES = 64 << 20
 MAX_SIZE = 1 << 50
 

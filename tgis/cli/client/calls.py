@@ -89,7 +89,8 @@ def stream(
     text: str,
 ) -> None:
     """Print the text as it arrives. An error may occur in the middle of it."""
-    parameters, prompt = build_parameters(options), read_prompt(text, ids)
+    parameters = build_parameters(options)
+    prompt = read_prompt(text, ids)
     with connect(connection) as client:
         with client.stream(prompt, parameters, **build_arguments(options, ids)) as parts:
             if output.json:

@@ -16,14 +16,18 @@ Config = dict[str, Any]
 
 # Like llama.cpp, this identifies models of these sizes by their number of layers.
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
-GEMMA3_PERIOD, GEMMA3_LOCAL_THETA = 6, 10000.0
+GEMMA3_PERIOD = 6
+GEMMA3_LOCAL_THETA = 10000.0
 # Properties of models that their metadata do not have.
 SMOLLM3_INTERVAL, OLMO3_PERIOD, OSS_PERIOD = 4, 4, 2
 NEMOTRON_EXPERTS = "nemotron_h_moe"
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of these functions of a router
 QWEN3_NEXT_PERIOD = 4
 # What llama.cpp sets for all models of Llama 4. The larger one does not normalize queries and keys.
-LLAMA4_PERIOD, LLAMA4_LENGTH, LLAMA4_SCALE, LLAMA4_EXPERTS_WITHOUT_NORM = 4, 8192, 0.1, 128
+LLAMA4_PERIOD = 4
+LLAMA4_LENGTH = 8192
+LLAMA4_SCALE = 0.1
+LLAMA4_EXPERTS_WITHOUT_NORM = 128
 DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 
@@ -76,11 +80,13 @@ def make_config(files: GgufFiles, architecture: Architecture) -> Config:
 
 def _check_table(files: GgufFiles) -> None:
     """Check the token embedding against the metadata. Raises ConversionError."""
-    metadata, tensor = files.metadata, files.tensors.get("token_embd.weight")
+    metadata = files.metadata
+    tensor = files.tensors.get("token_embd.weight")
     if tensor is None:
         raise ConversionError(f"{metadata.path}: tensor token_embd.weight is missing")
     shape = tensor.place.shape
-    width, count = metadata.integer(".embedding_length"), len(metadata.texts("tokenizer.ggml.tokens"))
+    width = metadata.integer(".embedding_length")
+    count = len(metadata.texts("tokenizer.ggml.tokens"))
     if len(shape) != 2 or shape[1] != width:
         raise metadata.refuse(
             ".embedding_length", f"is {width}, and token_embd.weight has shape {list(shape)}"
@@ -115,7 +121,8 @@ def _sizes(files: GgufFiles) -> Config:
 
 
 def _read_llama(files: GgufFiles) -> Config:
-    metadata, sizes = files.metadata, _sizes(files)
+    metadata = files.metadata
+    sizes = _sizes(files)
     head_dim = metadata.integer(".attention.key_length", _head_dim(files))
     if metadata.integer(".attention.value_length", head_dim) != head_dim:
         raise metadata.refuse(".attention.value_length", f"is not {head_dim}, that of keys")
@@ -141,7 +148,8 @@ def _head_dim(files: GgufFiles) -> int:
 
 
 def _read_mistral3(files: GgufFiles) -> Config:
-    metadata, config = files.metadata, _read_llama(files)
+    metadata = files.metadata
+    config = _read_llama(files)
     rope = {**config["rope_parameters"]}
     if ".attention.temperature_scale" in metadata:
         rope["llama_4_scaling_beta"] = metadata.number(".attention.temperature_scale")
@@ -185,7 +193,8 @@ def _read_qwen2_moe(files: GgufFiles) -> Config:
 
 
 def _read_glm4_moe(files: GgufFiles) -> Config:
-    metadata, config = files.metadata, _read_qwen3_moe(files)
+    metadata = files.metadata
+    config = _read_qwen3_moe(files)
     if metadata.integer(".expert_gating_func", SIGMOID) != SIGMOID:
         raise metadata.refuse(".expert_gating_func", f"is not {SIGMOID}, a sigmoid")
     return {
@@ -203,7 +212,8 @@ def _read_glm4_moe(files: GgufFiles) -> Config:
 
 def _read_deepseek2(files: GgufFiles) -> Config:
     """Return the configuration of latent attention, and of experts without the choice of their groups."""
-    metadata, sizes = files.metadata, _sizes(files)
+    metadata = files.metadata
+    sizes = _sizes(files)
     if ".attention.temperature_scale" in metadata:
         raise metadata.refuse(".attention.temperature_scale", "is not supported")
     rope_dim = metadata.integer(".rope.dimension_count")
@@ -264,7 +274,8 @@ def _read_deepseek_v3(files: GgufFiles) -> Config:
 
 
 def _read_qwen3_next(files: GgufFiles) -> Config:
-    metadata, config = files.metadata, _read_qwen2_moe(files)
+    metadata = files.metadata
+    config = _read_qwen2_moe(files)
     inner, num_heads = metadata.integer(".ssm.inner_size"), metadata.integer(".ssm.time_step_rank")
     if not num_heads or inner % num_heads:
         raise metadata.refuse(".ssm.inner_size", f"is {inner}, no multiple of {num_heads}")
@@ -282,7 +293,8 @@ def _read_qwen3_next(files: GgufFiles) -> Config:
 
 def _list_recurrent(files: GgufFiles) -> list[str]:
     """Return the types of layers, those of gated DeltaNet as `linear_attention`."""
-    metadata, count = files.metadata, tensor_names.count_layers(files)
+    metadata = files.metadata
+    count = tensor_names.count_layers(files)
     period = metadata.integer(".full_attention_interval", QWEN3_NEXT_PERIOD)
     if not period:
         raise metadata.refuse(".full_attention_interval", "is 0, no period of layers")
@@ -290,7 +302,8 @@ def _list_recurrent(files: GgufFiles) -> list[str]:
 
 
 def _read_llama4(files: GgufFiles) -> Config:
-    metadata, config = files.metadata, _read_llama(files)
+    metadata = files.metadata
+    config = _read_llama(files)
     experts = _read_experts(files)
     if not metadata.integer(".attention.sliding_window", LLAMA4_LENGTH):
         raise metadata.refuse(".attention.sliding_window", "is 0, which is not supported")
@@ -312,7 +325,8 @@ def _read_llama4(files: GgufFiles) -> Config:
 
 
 def _read_gpt_oss(files: GgufFiles) -> Config:
-    metadata, config = files.metadata, _read_llama(files)
+    metadata = files.metadata
+    config = _read_llama(files)
     size = metadata.integer(".expert_feed_forward_length", config["intermediate_size"] or 0)
     return {
         **config,
@@ -329,7 +343,8 @@ def _read_gemma(files: GgufFiles) -> Config:
 
 
 def _read_gemma2(files: GgufFiles) -> Config:
-    metadata, config = files.metadata, _read_llama(files)
+    metadata = files.metadata
+    config = _read_llama(files)
     return {
         **config,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -341,7 +356,8 @@ def _read_gemma2(files: GgufFiles) -> Config:
 
 
 def _read_gemma3(files: GgufFiles) -> Config:
-    metadata, config = files.metadata, _read_llama(files)
+    metadata = files.metadata
+    config = _read_llama(files)
     local_theta = metadata.number(".rope.freq_base_swa", GEMMA3_LOCAL_THETA)
     full = {
         "rope_type": "default",
@@ -367,7 +383,8 @@ def _read_gemma3(files: GgufFiles) -> Config:
 
 
 def _read_gemma4(files: GgufFiles) -> Config:
-    metadata, count = files.metadata, tensor_names.count_layers(files)
+    metadata = files.metadata
+    count = tensor_names.count_layers(files)
     if count < 1:
         raise metadata.refuse(".block_count", f"leaves {count} layers")
     key = ".attention.sliding_window_pattern"
@@ -468,7 +485,8 @@ def _periodic_windows(period: int, num_layers: int) -> list[str]:
 
 
 def _read_phi3(files: GgufFiles) -> Config:
-    config, window = _read_llama(files), files.metadata.integer(".attention.sliding_window", 0)
+    config = _read_llama(files)
+    window = files.metadata.integer(".attention.sliding_window", 0)
     lengths = {}
     if original := config["rope_parameters"].get("original_max_position_embeddings"):
         lengths["original_max_position_embeddings"] = original
@@ -491,7 +509,8 @@ def _read_granite_moe(files: GgufFiles) -> Config:
 
 
 def _read_granite_hybrid(files: GgufFiles) -> Config:
-    metadata, config = files.metadata, _read_granite(files)
+    metadata = files.metadata
+    config = _read_granite(files)
     num_experts = metadata.integer(".expert_count", 0)
     width = metadata.integer(".embedding_length")
     expand, rest = divmod(metadata.integer(".ssm.inner_size"), width)
@@ -556,8 +575,10 @@ def _read_mamba2(files: GgufFiles) -> Config:
 
 
 def _read_nemotron_h(files: GgufFiles) -> Config:
-    metadata, mamba = files.metadata, _read_mamba2(files)
-    groups, has_experts = tensor_names.list_groups(files), metadata.architecture == NEMOTRON_EXPERTS
+    metadata = files.metadata
+    mamba = _read_mamba2(files)
+    groups = tensor_names.list_groups(files)
+    has_experts = metadata.architecture == NEMOTRON_EXPERTS
     widths = metadata.layer_integers(".feed_forward_length", len(groups))
     feed_forward = "moe" if has_experts else "mlp"
     return {
@@ -667,8 +688,10 @@ def _read_bloom(files: GgufFiles) -> Config:
 
 
 def _read_mpt(files: GgufFiles) -> Config:
-    metadata, sizes = files.metadata, _sizes(files)
-    width, inner = sizes["hidden_size"], sizes["intermediate_size"] or 0
+    metadata = files.metadata
+    sizes = _sizes(files)
+    width = sizes["hidden_size"]
+    inner = sizes["intermediate_size"] or 0
     if not inner or inner % width:
         raise metadata.refuse(".feed_forward_length", f"is {inner}, no multiple of {width}")
     has_clamp = ".attention.clamp_kqv" in metadata
@@ -690,7 +713,8 @@ def _read_mpt(files: GgufFiles) -> Config:
 
 
 def _read_t5(files: GgufFiles) -> Config:
-    metadata, sizes = files.metadata, _sizes(files)
+    metadata = files.metadata
+    sizes = _sizes(files)
     has_gates = "enc.blk.0.ffn_gate.weight" in files
     return {
         "d_model": sizes["hidden_size"],

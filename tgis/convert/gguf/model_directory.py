@@ -29,7 +29,8 @@ ENDS = (
     *("<|end_of_text|>", "<|endoftext|>"),
 )
 # Ends of answers in Harmony, where <|end|> ends only a message.
-HARMONY_ENDS, HARMONY_MESSAGE_END = ("<|return|>", "<|call|>"), "<|end|>"
+HARMONY_ENDS = ("<|return|>", "<|call|>")
+HARMONY_MESSAGE_END = "<|end|>"
 
 
 def write_model_directory(paths: Sequence[Path], directory: Path) -> None:

@@ -41,7 +41,8 @@ def _words_by_case(end: str, digits: str) -> str:
     return words + r"|\p{N}" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-_TEKKEN, _GPT4O = _words_by_case("", ""), _words_by_case(_SHORT + "?", "{1,3}")
+_TEKKEN = _words_by_case("", "")
+_GPT4O = _words_by_case(_SHORT + "?", "{1,3}")
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
@@ -56,7 +57,8 @@ _DEEPSEEK_LETTERS = (
 _DEEPSEEK_WORDS = (r"[\r\n]", rf"\s?{_DEEPSEEK_LETTERS}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$")
 
 _default = Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
-_gpt2, _starcoder = Splitting((_GPT2,)), Splitting((r"\p{N}", _GPT2))
+_gpt2 = Splitting((_GPT2,))
+_starcoder = Splitting((r"\p{N}", _GPT2))
 _llama3 = Splitting((_LLAMA3,), merges_last=True, adds_bos=True)
 
 _KINDS: Mapping[Splitting, str] = {

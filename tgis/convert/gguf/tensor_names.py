@@ -117,7 +117,8 @@ def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
         name for name in files.tensors if name not in IN_CONFIGURATION and _is_unknown(files, names, name)
     ]
     if unknown:
-        path, architecture = files.tensors[unknown[0]].path, files.metadata.architecture
+        path = files.tensors[unknown[0]].path
+        architecture = files.metadata.architecture
         raise ConversionError(
             f"{path}: the architecture {architecture} has no place for "
             f"{len(unknown)} of the tensors, the first of which is {unknown[0]}"

@@ -118,7 +118,8 @@ class Follower:
         channel.send("ended", epoch=start.epoch, reason=end.text, is_refusal=end.is_refusal)
 
     async def _kill(self) -> None:
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is not None:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

@@ -78,7 +78,8 @@ class ShardProcesses:
 
     def take(self) -> list[ShardProcess]:
         """Return the waiting processes, in the order of their ranks; the caller kills them."""
-        taken, self._waiting = self._waiting, []
+        taken = self._waiting
+        self._waiting = []
         return taken
 
     async def kill(self) -> None:

@@ -46,7 +46,8 @@ class EngineApiClient:
                 raise AnswerError(error.code().name, error.details() or "") from error
 
     def _open_channel(self) -> grpc.aio.Channel:
-        target, tls = self._target, read_tls(self._target)
+        target = self._target
+        tls = read_tls(self._target)
         if tls is None:
             return grpc.aio.insecure_channel(target.address, CHANNEL_OPTIONS)
         return grpc.aio.secure_channel(target.address, tls.read(), CHANNEL_OPTIONS)
@@ -111,13 +112,15 @@ def _request(prompting: Prompting) -> pb.GenerateRequest:
     params = pb.SamplingParams(max_tokens=prompting.new_tokens, temperature=0.0, n=1, top_p=1.0)
     if prompting.temperature is not None:
         params.temperature, params.seed = prompting.temperature, prompting.seed
-        params.top_k, params.top_p = prompting.top_k or 0, prompting.top_p or 1.0
+        params.top_k = prompting.top_k or 0
+        params.top_p = prompting.top_p or 1.0
     if prompting.repetition_penalty is not None:
         params.repetition_penalty = prompting.repetition_penalty
     if prompting.max_input_tokens is not None:
         params.truncate_prompt_tokens = prompting.max_input_tokens
     if prompting.is_exact:
-        params.min_tokens, params.ignore_eos = prompting.new_tokens, True
+        params.min_tokens = prompting.new_tokens
+        params.ignore_eos = True
     _add_rule(params, prompting)
     return pb.GenerateRequest(text=prompting.text, stream=prompting.is_stream, sampling_params=params)
 

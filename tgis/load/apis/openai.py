@@ -98,7 +98,8 @@ def _receive_whole(answer: dict[str, Any], receiver: AnswerReceiver) -> None:
 
 def _receive_choice(choice: dict[str, Any], receiver: AnswerReceiver) -> bool:
     """Return True if the choice has text."""
-    text, number = _text(choice), choice.get("index", 0)
+    text = _text(choice)
+    number = choice.get("index", 0)
     receiver.add_text(text, number)
     receiver.end(choice.get("finish_reason"), number)
     return bool(text)

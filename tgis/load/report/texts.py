@@ -53,7 +53,8 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def describe_settings(report: Report) -> list[str]:
-    settings, workload = report["settings"], report["settings"]["workload"]
+    settings = report["settings"]
+    workload = settings["workload"]
     length = f"{settings['requests']} requests" if settings["requests"] else f"{settings['duration_s']} s"
     tokens = f"Inputs of {workload['input_tokens']} and answers of {workload['output_tokens']} tokens"
     processes = f"{settings['processes']} load processes"

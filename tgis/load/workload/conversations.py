@@ -136,7 +136,8 @@ class ConversationSource:
         return index - 1 if is_repeat and self._repeated(index - 1) is None else None
 
     def _make(self, index: int) -> Conversation:
-        workload, source = self._workload, random.Random(f"{self._workload.seed} {index}")
+        workload = self._workload
+        source = random.Random(f"{self._workload.seed} {index}")
         given = self._files[index % len(self._files)] if self._files else None
         turns = self._file_turns(given, source) if given else self._own_turns(index, source)
         turns[0] = replace(turns[0], more_texts=tuple(self._further_texts(index, turns[0], source)))
@@ -156,7 +157,8 @@ class ConversationSource:
         """Return after how many tokens a client cancels the last turn; None: it does not.
 
         It is no part of the content, so that a conversation that is repeated is not always cancelled."""
-        share, last = self._workload.cancel_share, made.turns[-1]
+        share = self._workload.cancel_share
+        last = made.turns[-1]
         if not share or made.is_unary or last.more_texts:
             return None
         source = random.Random(f"{self._workload.seed} cancellation {index}")

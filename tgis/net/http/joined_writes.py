@@ -23,7 +23,9 @@ class JoinedWrites(asyncio.Transport):
             self.flush()
 
     def flush(self) -> None:
-        parts, self._parts, self._num_bytes = self._parts, [], 0
+        parts = self._parts
+        self._parts = []
+        self._num_bytes = 0
         if parts and not self._transport.is_closing():
             self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
 

@@ -263,13 +263,15 @@ class HttpConnection(HttpToolsProtocol):
     def _end_running(self) -> None:
         """Cancel the current request, because its client has left."""
         if self._running is not None:
-            running, self._running = self._running, None
+            running = self._running
+            self._running = None
             running.cycle.disconnected = True
             running.cycle.message_event.set()
             running.task.cancel()
 
     def on_response_complete(self) -> None:
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         self.timeout_keep_alive = self._limits.route.idle_s  # type: ignore[assignment]
         if self.transport.is_closing():
             self._limits.start_slow_timer()

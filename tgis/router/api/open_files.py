@@ -23,7 +23,8 @@ def share_files(config: RouterConfig) -> ConnectionShares:
     """Return the connection limits of the ports. They leave enough files for everything else. An HTTP API
     gets places for its requests and the same number for idle connections. gRPC gets at least half of the
     files."""
-    few, requests = PROBE_LIMITS.max_connections, 2 * config.max_http_connections
+    few = PROBE_LIMITS.max_connections
+    requests = 2 * config.max_http_connections
     max_fresh = few + FRESH * config.max_http_connections
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files == resource.RLIM_INFINITY:

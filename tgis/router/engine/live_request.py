@@ -91,7 +91,8 @@ class EventQueue:
         if not self._arrived:
             self._arrival = arrival = asyncio.get_running_loop().create_future()
             await arrival
-        events, self._arrived = self._arrived, []
+        events = self._arrived
+        self._arrived = []
         self._is_read = isinstance(events[-1], _FINAL)
         return events
 

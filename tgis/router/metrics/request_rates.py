@@ -44,7 +44,8 @@ class RequestRates:
             if not self._readings or time.monotonic() >= self._readings[-1][0] + INTERVAL_S:
                 counts = await self._count()
                 self._add(time.monotonic(), counts)
-        (begin, first), (end, last) = self._readings[0], self._readings[-1]
+        begin, first = self._readings[0]
+        end, last = self._readings[-1]
         if begin == end:
             return Rates(0.0, 0.0)
         ended, errors = (max(b - a, 0.0) / (end - begin) for a, b in zip(first, last, strict=True))

@@ -15,7 +15,9 @@ MAX_BIAS = 100
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT_BYTES = 256
 MAX_PRIORITY = 2**31 - 1
-MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # all that clients write with 64 bits, signed or not
+# All numbers that clients write with 64 bits, signed or not.
+MIN_SEED = -(2**63)
+MAX_SEED = 2**64 - 1
 
 
 class Rule(NamedTuple):

@@ -49,7 +49,8 @@ class CallLog:
 
     def input(self, index: int, spec: SequenceSpec) -> "InputLog":
         """Return the log of the text at `index`, counted from 0. Each input has `n` texts."""
-        texts, n = self.call.texts, self.call.parameters.n
+        texts = self.call.texts
+        n = self.call.parameters.n
         size = len(texts) * n
         kind = f"Sub-request {index + 1} from batch of {size}" if size > 1 else self._kind
         return InputLog(self, kind, [texts[index // n]], spec)
@@ -120,11 +121,15 @@ class InputLog:
         self.has_ended = True
         if isinstance(error, RouterError):
             error.is_logged = True
-        call, code, reason = self.call_log.call, Code.INTERNAL, ""
+        call = self.call_log.call
+        code = Code.INTERNAL
+        reason = ""
         if isinstance(error, RouterError):
             text = call.describe_refusal(error) if isinstance(error, RequestError) else error.log_text
-            code, reason = error.code, f": {text[:MAX_ERROR_CHARS]}"
-        level, name = call.api.level_of(code), _name_of(code, error, call.api)
+            code = error.code
+            reason = f": {text[:MAX_ERROR_CHARS]}"
+        level = call.api.level_of(code)
+        name = _name_of(code, error, call.api)
         if logger.isEnabledFor(level):
             fields = self._fields() | {"code": name} | self._durations(None)
             logger.log(level, "%s failed with %s%s", self.kind, name, reason, extra={FIELDS: fields})
@@ -143,12 +148,18 @@ class InputLog:
         logger.log(
             level,
             "%s generated %d tokens before %s, output %d bytes%s",
-            *(self.kind, self.num_generated, reason.name, self.num_bytes, shown),
+            self.kind,
+            self.num_generated,
+            reason.name,
+            self.num_bytes,
+            shown,
             extra={FIELDS: fields},
         )
 
     def _fields(self) -> dict[str, Scalar]:
-        log, call, spec = self.call_log, self.call_log.call, self.spec
+        log = self.call_log
+        call = log.call
+        spec = self.spec
         fields: dict[str, Scalar] = {"request_id": log.request_id, "correlation_id": log.correlation_id}
         if call.api.is_logged:
             fields |= {"api": call.api.name, "method": call.method}

@@ -178,7 +178,8 @@ def _parameter_attributes(params: Parameters) -> Iterator[tuple[str, AttributeVa
     """Yield attributes for the parameters that are set, except for the cache salt, which is secret. A seed of
     2**63 or more is recorded as text, because attributes have no unsigned type."""
     for info in PARAMETERS:
-        attribute, value = info.span_attribute, getattr(params, info.name)
+        attribute = info.span_attribute
+        value = getattr(params, info.name)
         if attribute is not None and value:
             yield attribute.name, len(value) if attribute.is_count else value
     if params.temperature is not None:

@@ -209,7 +209,8 @@ class Validator:
         num_left = self._check_length(num_inputs, str(num_inputs), spec)
         if not call.api.shortens_texts and params.max_new_tokens > num_left:
             raise InputTooLongError("max_new_tokens do not fit after the input", num_inputs, "max_new_tokens")
-        vocab_size, largest = info.vocab_size, max(token_ids, default=-1)
+        vocab_size = info.vocab_size
+        largest = max(token_ids, default=-1)
         _require(
             largest < vocab_size,
             f"input token id {largest} is beyond the model's vocabulary of {vocab_size} tokens",
@@ -303,7 +304,8 @@ def _check_details(params: Parameters, api: ApiRules, limits: RequestLimits) -> 
     max_stops = limits.max_stop_sequences_for(api)
     has_few_stops = len(params.stop_sequences) <= max_stops
     _require(has_few_stops, STOP_SEQUENCES_TEXT.format(max_stops), parameter="stop_sequences")
-    num_top, max_top_n = params.top_n_tokens, api.max_top_n_tokens or limits.max_top_n_tokens
+    num_top = params.top_n_tokens
+    max_top_n = api.max_top_n_tokens or limits.max_top_n_tokens
     wants_more = params.token_logprobs or params.token_ranks or num_top > 0
     _require(
         params.input_tokens or params.generated_tokens or not wants_more,

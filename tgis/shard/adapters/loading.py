@@ -127,7 +127,9 @@ def _warn_if_disk_full(directory: Path, num_bytes: int) -> None:
     if free < num_bytes:
         logger.warning(
             "%s: copies of soft prompts and adapters may need %d MiB, but only %d MiB are free",
-            *(directory, num_bytes // MIB, free // MIB),
+            directory,
+            num_bytes // MIB,
+            free // MIB,
         )
 
 

@@ -91,7 +91,8 @@ def list_rows(column: Tensor, modules: Sequence[str]) -> tuple[ModuleRows, ...]:
         step = int(steps[start]) if start < last else 1
         if step != 1 and (end - start < 2 or not 0 < step < 1 << (_ROW_BITS - 1)):
             # Two rows are no run unless they are adjacent: the second one may begin another run.
-            end, step = start, 1
+            end = start
+            step = 1
         row = number & ((1 << _ROW_BITS) - 1)
         runs.append(ModuleRows(modules[number >> _ROW_BITS], row, end - start + 1, step))
         start = end + 1

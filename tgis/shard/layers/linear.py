@@ -73,7 +73,8 @@ class RowParallel:
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool):
         self._group = parts.group
         columns = parts.group.slice(in_features)
-        shape, whole = (out_features, in_features), (slice(0, out_features),)
+        shape = (out_features, in_features)
+        whole = (slice(0, out_features),)
         self._adapt = LoraAddition(parts, path, Cut(shape, whole, columns))
         self._multiply = parts.pack("linear", path, shape, whole, columns)
         self._bias = parts.read_vector(f"{path}.bias", out_features) if bias else None
@@ -116,7 +117,8 @@ class Replicated:
     out_features]. Used for small matrices where rounding matters, such as routers of experts."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool = False):
-        shape, whole = (out_features, in_features), (slice(0, out_features),)
+        shape = (out_features, in_features)
+        whole = (slice(0, out_features),)
         self._adapt = LoraAddition(parts, path, Cut(shape, whole))
         self._multiply = parts.pack("replicated", path, shape, whole)
         self._bias = parts.read_vector(f"{path}.bias", out_features) if bias else None

@@ -68,7 +68,8 @@ def cached_heads(shape: AttentionShape) -> dict[int, LayerHeads]:
     """Return the heads of each layer that has a cache of its own."""
     if not isinstance(shape, LayeredShape):
         return dict.fromkeys(range(shape.num_cache_layers), LayerHeads(shape.num_kv_heads, shape.head_dim))
-    sources, heads = shape.kv_sources or range(shape.num_cache_layers), shape.layer_heads
+    sources = shape.kv_sources or range(shape.num_cache_layers)
+    heads = shape.layer_heads
     return {layer: heads[layer] for layer in sorted({*sources})}
 
 

@@ -51,7 +51,11 @@ def allocate_cache(
     groups = {each: [layer for layer in heads if heads[layer] == each] for each in heads.values()}
     caches = tuple(
         KVCache(
-            *(len(layers), num_blocks, block_size, local_kv_heads(each, ranks), each.head_dim),
+            len(layers),
+            num_blocks,
+            block_size,
+            local_kv_heads(each, ranks),
+            each.head_dim,
             dtype,
             device,
             [scales[layer] for layer in layers] if scales else (),

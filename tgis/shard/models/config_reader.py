@@ -25,7 +25,9 @@ Config = Mapping[str, Any]
 
 DEFAULT_THETA = 10000.0
 MAX_INTEGER = (1 << 31) - 1  # sizes and ids are 32 bits wide in kernels and messages
-MIN_FLOAT, MAX_FLOAT = 2.0**-126, 2.0**128 - 2.0**104  # of float32, without subnormal numbers
+# Limits of float32, without subnormal numbers.
+MIN_FLOAT = 2.0**-126
+MAX_FLOAT = 2.0**128 - 2.0**104
 
 
 def integer(config: Config, key: str, default: Any = None) -> int:

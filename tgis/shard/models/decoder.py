@@ -268,7 +268,8 @@ class Decoder:
         tapped: Tensor | None = None
         for number, block in enumerate(self._blocks):
             if (read := taps.get(number)) is not None:
-                x, delta = x if delta is None else add(x, delta), None
+                x = x if delta is None else add(x, delta)
+                delta = None
                 tapped = read(x) if tapped is None else add(tapped, read(x))
             x, delta = block(x, delta, context)
         return x if delta is None else add(x, delta), tapped

@@ -238,7 +238,10 @@ def load(
         logger.warning(
             "%d matrices are kept as %s on this rank, because %d ranks cut them inside groups of codes that "
             "share a scale: they take %.1f MiB more than as codes",
-            *(len(parts.widened), str(dtype).removeprefix("torch."), group.size, sum(parts.widened) / MIB),
+            len(parts.widened),
+            str(dtype).removeprefix("torch."),
+            group.size,
+            sum(parts.widened) / MIB,
         )
     return model
 

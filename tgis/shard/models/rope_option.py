@@ -67,6 +67,7 @@ class RopeOption:
 
 def read_rope_option(options: ModelOptions) -> RopeOption | None:
     """Return the scaling that the options set, or None if they set none or one without effect."""
-    kind, factor = options.rope_scaling or "linear", options.rope_factor or 1.0
+    kind = options.rope_scaling or "linear"
+    factor = options.rope_factor or 1.0
     is_given = options.rope_scaling is not None or options.rope_factor is not None
     return RopeOption(kind, factor) if is_given and (kind, factor) != ("linear", 1.0) else None

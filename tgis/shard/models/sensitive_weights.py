@@ -109,7 +109,8 @@ def _list_feed_forward(spec: DecoderSpec, path: str, layer: int) -> Iterator[_Ma
 
 def _list_latent(path: str, size: int, num_heads: int, latent: Latent) -> Iterator[_Matrix]:
     """Yield the matrices of latent attention that are quantized."""
-    queries, rank = num_heads * latent.query_dim, latent.query_rank
+    queries = num_heads * latent.query_dim
+    rank = latent.query_rank
     yield _Matrix(f"{path}.latents", (rank or queries) + latent.page_dim, size)
     if rank is not None:
         yield _Matrix(f"{path}.q", queries, rank)

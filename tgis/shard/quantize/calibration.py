@@ -48,7 +48,10 @@ def read_calibration(
     logger.info(
         "calibrating with %d windows of %d tokens; the last %d of the text's %d tokens are held out to "
         "measure the loss",
-        *(len(calibration.samples), length, num_held_out, len(ids)),
+        len(calibration.samples),
+        length,
+        num_held_out,
+        len(ids),
     )
     return calibration
 

@@ -62,14 +62,16 @@ def _round_columns(
     """Return the codes of columns, float64 [num_columns, num_rows], and the grids of groups of `length`
     columns. Overwrites `columns`. `given`, if not empty, has the grid of each column. `factor` comes from
     `_invert`."""
-    codes, grids = torch.empty_like(columns), list[Grid]()
+    codes = torch.empty_like(columns)
+    grids = list[Grid]()
     for begin, end in pairwise(_cut(len(columns), length)):
         if not given and begin % length == 0:
             group = slice(begin, begin + length)
             # The squared error of a column divided by the square of its factor is what rounding it costs.
             importance = factor.diagonal()[group] ** -2
             grids.append(find_grid(columns[group], importance, settings.bits, settings.sym))
-        block, inside = columns[begin:end], factor[begin:end, begin:end]
+        block = columns[begin:end]
+        inside = factor[begin:end, begin:end]
         errors = torch.empty_like(block)
         for i, column in enumerate(block):
             grid = given[begin + i] if given else grids[-1]
@@ -93,7 +95,8 @@ def _invert(hessian: Tensor, percdamp: float) -> tuple[Tensor, Tensor]:
     increased until the Hessian can be inverted. Raises QuantizeError if it cannot."""
     mean = hessian.diagonal().mean()
     for share in (percdamp, *(more for more in LARGER_DAMPINGS if more > percdamp)):
-        damped, damping = hessian.clone(), share * mean
+        damped = hessian.clone()
+        damping = share * mean
         damped.diagonal().add_(damping)
         lower, failed = torch.linalg.cholesky_ex(damped)
         factor, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)

@@ -78,7 +78,8 @@ class LayerSteps:
         return [self._loss(ends, windows) for windows in streams]
 
     def _loss(self, ends: Decoder, windows: Windows) -> float:
-        total, count = 0.0, 0
+        total = 0.0
+        count = 0
         for ids, state in zip(windows.token_ids, windows.states, strict=True):
             targets = torch.tensor(ids[1:], device=self._kernels.device)
             rows = state[:-1].to(self._kernels.device)

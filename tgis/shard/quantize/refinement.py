@@ -15,7 +15,8 @@ def refine(
 ) -> tuple[Tensor, list[Grid]]:
     """Return better codes and grids for weights `columns`, float64 [num_columns, num_rows], whose groups have
     `length` columns. `codes` has the same shape; `hessian` is float64 [num_columns, num_columns]."""
-    codes, grids = codes.clone(), list(grids)
+    codes = codes.clone()
+    grids = list(grids)
     groups = [slice(first, first + length) for first in range(0, len(columns), length)]
     rounded = torch.cat([grid.decode(codes[group]) for grid, group in zip(grids, groups, strict=True)])
     gradients = hessian @ (columns - rounded)  # of the error, negative and halved

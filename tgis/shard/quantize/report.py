@@ -37,7 +37,10 @@ class Report:
         what = f"{seconds:.1f} s" if is_new else "finished by an earlier run"
         logger.info(
             "layer %d of %d: %s, about %.1f min left%s",
-            *(number, self._num_layers, what, left / 60),
+            number,
+            self._num_layers,
+            what,
+            left / 60,
             f"; output errors (rounding to nearest): {', '.join(parts)}" if parts else "",
         )
 
@@ -63,7 +66,8 @@ def mean_errors(errors: Mapping[str, tuple[float, float]]) -> Errors:
 
 def describe_loss(before: float, after: float, settings: QuantizeSettings) -> str:
     """Return lines about the mean losses on held-out text, in nats per token, with advice if it is high."""
-    ratio, usual = math.exp(after - before), USUAL_RATIOS.get(settings.bits)
+    ratio = math.exp(after - before)
+    usual = USUAL_RATIOS.get(settings.bits)
     meaning = f"This is {ratio:.2f} x the perplexity of the original"
     lines = [
         f"loss on held-out text, in nats per token: {before:.4f} before, {after:.4f} after",

@@ -76,7 +76,8 @@ def quantize(
 def _write_layers(target: OutputDirectory, plan: QuantizationPlan, quantizer: Quantizer) -> Report:
     report = Report(len(plan.layers))
     for layer in range(len(plan.layers)):
-        began, finished = time.monotonic(), target.read_layer(layer)
+        began = time.monotonic()
+        finished = target.read_layer(layer)
         if finished is None:
             tensors, errors = quantizer.make(layer)
             target.write_layer(layer, tensors, errors)

@@ -224,11 +224,13 @@ class BatchBuilder:
         self, states: StateCache, rows: Integers, starts: Integers, ends: Integers, layout: Layout
     ) -> StepStates:
         slots = self.table.rows["state_slot"][rows]
-        places, begins = states.places[slots], layout.begins
+        places = states.places[slots]
+        begins = layout.begins
         if not len(states.spares):
             first = self._tensor(starts, np.int64) if states.shape.chunk else None
             return StepStates(states, self._tensor(places, np.int64), self._tensor(begins, np.int64), first)
-        targets, drafted = places[layout.sequence], None
+        targets = places[layout.sequence]
+        drafted = None
         some = (ends > self.table.lengths[rows]).nonzero()[0]
         if len(some):
             at = np.isin(layout.sequence, some).nonzero()[0]
@@ -237,7 +239,8 @@ class BatchBuilder:
             drafted = DraftedStates(rows[some], slots[some], starts[some], counts.cumsum() - counts)
             # A captured step has as many sequences as tokens. The others are empty.
             num_empty = len(targets) - len(rows)
-            places, begins = np.pad(places, (0, num_empty)), np.pad(begins, (0, num_empty), "edge")
+            places = np.pad(places, (0, num_empty))
+            begins = np.pad(begins, (0, num_empty), "edge")
         tensors = [self._tensor(each, np.int64) for each in (places, begins, targets)]
         return StepStates(states, tensors[0], tensors[1], None, tensors[2], drafted)
 

@@ -46,7 +46,8 @@ def filter_candidates(scores: Tensor, params: npt.NDArray[np.void]) -> Iterator[
     for width in sorted({min(width, vocab_size) for width in (*WIDTHS, vocab_size)}):
         # One column after the k-th is needed to detect further scores equal to the k-th.
         fitting = (params["top_k"][pending] < width) | (width == vocab_size)
-        rows, pending = pending[fitting], pending[~fitting]
+        rows = pending[fitting]
+        pending = pending[~fitting]
         if len(rows) == 0:
             continue
         candidates, is_final = _filter_top(scores, rows, params[rows], width)

@@ -66,7 +66,8 @@ class MLPSpeculator:
 
     def _advance(self, number: int, states: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states after a stage, and the scores of its tokens."""
-        kernels, stage = self._kernels, self._stages[number]
+        kernels = self._kernels
+        stage = self._stages[number]
         if self._input_scale is not None and number == 0:
             states = kernels.rms_norm(states, None, self._input_scale, EPS)
         mixed = kernels.scale(stage.project(states), self._state_weight)

@@ -51,10 +51,10 @@ DEEPSEEK = MTPLayout(
     "enorm", "hnorm", "eh_proj", "shared_head.norm", True, copies=("embed_tokens", "shared_head.head")
 )
 MIMO = MTPLayout(
-    *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), False, "model.mtp_layers.0."
+    "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", False, "model.mtp_layers.0."
 )
 QWEN3_NEXT = MTPLayout(
-    *("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), True, "mtp.", "layers.0.", count=None
+    "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", True, "mtp.", "layers.0.", count=None
 )
 QWEN3_5 = replace(QWEN3_NEXT, count="mtp_num_hidden_layers")
 LAYOUTS: Mapping[str, MTPLayout] = {

@@ -92,6 +92,8 @@ def _read_scales(name: str, directory: Path, choice: Choice) -> list[CacheScale]
     else:
         logger.info(
             "the KV cache uses %s; the checkpoint has no scales for %d of %d layers, which use 1",
-            *(name, missing, len(layers)),
+            name,
+            missing,
+            len(layers),
         )
     return [scale or CacheScale() for scale in scales]

@@ -74,7 +74,8 @@ def place_threads(rank: int, num_ranks: int, root: Path = Path("/")) -> int:
         logger.info(
             "the CPUs belong to %d NUMA nodes, and one shard uses the memory of all: with --num-shard %d, "
             "each shard would use one node and its memory",
-            *(len(nodes), len(nodes)),
+            len(nodes),
+            len(nodes),
         )
         return num_threads
     share = share_cpus(nodes, num_ranks)[rank]
@@ -88,7 +89,9 @@ def place_threads(rank: int, num_ranks: int, root: Path = Path("/")) -> int:
         "rank %d runs on NUMA %s %s, CPUs %s, %d physical cores",
         rank,
         "node" if len(share.nodes) == 1 else "nodes",
-        *(format_list(share.nodes), format_list(share.cpus), len(share.cores)),
+        format_list(share.nodes),
+        format_list(share.cpus),
+        len(share.cores),
     )
     return num_threads
 

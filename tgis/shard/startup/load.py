@@ -213,9 +213,13 @@ class LoadPlan:
             time.monotonic() - began,
             # The tokenizer is read at the same time, into the memory of the host.
             "weights and tokenizer" if on.device.type == "cpu" else "weights",
-            *(used_gib, info.weight_dtype),
-            *(num_blocks * loaded.block_bytes / GIB, info.cache_dtype),
-            *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
+            used_gib,
+            info.weight_dtype,
+            num_blocks * loaded.block_bytes / GIB,
+            info.cache_dtype,
+            num_blocks,
+            num_blocks * demand.block_size,
+            num_blocks / demand.blocks_per_request,
             demand.max_sequence_length,
         )
         return runner
@@ -232,7 +236,9 @@ class LoadPlan:
         release_memory()
         logger.info(
             "loaded the speculator %s (%s): it drafts at most %d tokens, its weights take %.1f MiB",
-            *(path, describe(speculator), speculator.num_tokens),
+            path,
+            describe(speculator),
+            speculator.num_tokens,
             (self.on.memory.memory_used() - before) / MIB,
         )
         return speculator
@@ -420,7 +426,8 @@ class _Loaded:
             logger.info(
                 "states of sequences take %.2f GiB (float32): %d of %.2f MiB%s",
                 (num_states + spares) * self.demand.state_bytes / GIB,
-                *(num_states, self.demand.state_bytes / MIB),
+                num_states,
+                self.demand.state_bytes / MIB,
                 f", and {spares} for drafts" if spares else "",
             )
         if self.draft_bytes:
@@ -428,7 +435,8 @@ class _Loaded:
                 "the speculator's keys, values and states take %.2f GiB of the KV cache: %.1f of the %.1f "
                 "KiB of each block",
                 runner.info.num_blocks * self.draft_bytes / GIB,
-                *(self.draft_bytes / KIB, self.block_bytes / KIB),
+                self.draft_bytes / KIB,
+                self.block_bytes / KIB,
             )
 
     def sizing(self) -> CacheSizing:

@@ -212,7 +212,8 @@ def _read(name: str, text: str | bytes, values: dict[str, Any]) -> None:
             raise RequestError(f"{name}: given twice" if other == name else f"{name}: {other} is given too")
     if not key.pattern.fullmatch(text):
         raise RequestError(f"{name} must be {key.allowed}")
-    value, rule = key.read(text), RULES.get(key.field)
+    value = key.read(text)
+    rule = RULES.get(key.field)
     if rule is not None and not rule.allows(value):
         raise RequestError(f"{name}: {rule.refusal}")
     values[name] = value

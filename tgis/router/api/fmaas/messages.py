@@ -34,7 +34,8 @@ def read_batch(
     num_texts = len(request.requests)
     kind = "single" if num_texts == 1 else "batch"
     if num_texts > MAX_ITEMS:
-        refused, texts = metadata._replace(refusal=TOO_MANY_REQUESTS), [""] * num_texts
+        refused = metadata._replace(refusal=TOO_MANY_REQUESTS)
+        texts = [""] * num_texts
         return _read_call(request, "Generate", kind, texts, refused, connection, tenant, time_left_s)
     texts = [item.text for item in request.requests]
     return _read_call(request, "Generate", kind, texts, metadata, connection, tenant, time_left_s)
@@ -194,7 +195,8 @@ class ResponseWriter:
         if not is_last and not details.generated_tokens:
             if not text:
                 return None
-            self._plain.generated_token_count, self._plain.text = event.num_generated, text
+            self._plain.generated_token_count = event.num_generated
+            self._plain.text = text
             return self._serialize_plain()
         return pb.GenerationResponse(
             generated_token_count=event.num_generated,

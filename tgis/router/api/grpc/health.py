@@ -78,7 +78,8 @@ class Health(HealthServicer):  # type: ignore[misc]
         sent = None
         while True:
             # Read both together, so that a change or a drain while a status is sent is reported afterwards.
-            changed, is_draining = self._changed, self._draining.is_set()
+            changed = self._changed
+            is_draining = self._draining.is_set()
             status = self._status if is_known else pb.HealthCheckResponse.SERVICE_UNKNOWN
             if status != sent:
                 sent = status

@@ -19,7 +19,10 @@ def shorten_send_errors() -> None:
 
 def _shorten(record: logging.LogRecord) -> bool:
     if isinstance(record.exc_info, tuple) and isinstance(record.exc_info[1], grpc.aio.InternalError):
-        record.levelno, record.levelname = logging.WARNING, "WARNING"
-        record.msg, record.args, record.exc_info = TEXT, (), None
+        record.levelno = logging.WARNING
+        record.levelname = "WARNING"
+        record.msg = TEXT
+        record.args = ()
+        record.exc_info = None
         setattr(record, KIND, "gRPC answer not sent")
     return True

@@ -105,7 +105,8 @@ class _InputWriter:
         self._is_first = True
 
     def write(self, part: Sequence[TokenDetail]) -> bytes:
-        is_first, self._is_first = self._is_first, False
+        is_first = self._is_first
+        self._is_first = False
         answer = self._answer
         return encode_json(form_inputs(answer.names.prefill(part, is_first), answer.form.is_tgi))
 

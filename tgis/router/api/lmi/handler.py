@@ -71,10 +71,12 @@ def translated_refusals(adapter_id: str | None) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        text, parameter = renamed_text(error, NAMES), NAMES.get(error.parameter, error.parameter)
+        text = renamed_text(error, NAMES)
+        parameter = NAMES.get(error.parameter, error.parameter)
         if isinstance(error, NotFoundError):
             shown = (adapter_id or "")[:MAX_ADAPTER_CHARS]
-            text, parameter = f"Adapter {shown} is not registered", "adapters"
+            text = f"Adapter {shown} is not registered"
+            parameter = "adapters"
         refusal = RequestError(text, parameter)
         refusal.is_logged = error.is_logged
         raise refusal from None

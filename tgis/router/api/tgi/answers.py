@@ -138,13 +138,15 @@ class _PrefillWriter:
         self._is_first = True
 
     def write(self, part: Sequence[TokenDetail]) -> bytes:
-        is_first, self._is_first = self._is_first, False
+        is_first = self._is_first
+        self._is_first = False
         return encode_json(self._forms.prefill(part, is_first))
 
 
 def _measured(result: Result, total_s: float) -> dict[str, str]:
     """Return the headers with times in milliseconds and with numbers of tokens."""
-    last, timings = _last(result), _last(result).timings
+    last = _last(result)
+    timings = last.timings
     assert timings is not None, "the last output has timings"
     return {
         "x-compute-time": f"{total_s:.6f}",

@@ -63,7 +63,8 @@ def tgi_api(parts: ServiceParts, chats: ChatApi) -> HttpApi:
 
 
 def _operations(chat_request: type[Any]) -> tuple[Operation, ...]:
-    body, tokens = (GenerateRequest,), (list[TokenPlace],)
+    body = (GenerateRequest,)
+    tokens = (list[TokenPlace],)
     return (
         Operation("/generate", "Continue a text", (GenerateAnswer,), body),
         Operation("/generate_stream", "Continue a text in events", (), body, True),

@@ -43,7 +43,8 @@ class VllmEngineServicer(Servicer):
 
     def __init__(self, parts: ServiceParts) -> None:
         """Create the servicer. Raises StartupError."""
-        self._parts, self._service = parts, parts.service
+        self._parts = parts
+        self._service = parts.service
         self._calls, self._feeds = LiveCalls(), CacheFeeds(self._service.watch_cache)
         self._service.watch_aborts(self._calls.abort)
         self._default_sampling = read_default_sampling(parts.config)

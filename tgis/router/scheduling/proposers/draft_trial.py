@@ -47,7 +47,8 @@ class DraftTrial:
 
     def choose_number(self, max_drafts: int) -> int:
         """Return the number of drafts of the next step with some, at most `max_drafts`."""
-        has_single, self._has_single = self._has_single, not self._has_single
+        has_single = self._has_single
+        self._has_single = not self._has_single
         return 1 if has_single else max_drafts
 
     def is_warm(self, num_drafts: int) -> bool:

@@ -140,7 +140,8 @@ class GgufCheckpoint:
         if rest or size <= 0:
             raise WeightsError(f"{label} are not the rows of {num_groups} key heads")
         projections, gates = (self._open(place, source, None) for place in places)
-        width, keys = heights[1] // num_groups, size * num_groups
+        width = heights[1] // num_groups
+        keys = size * num_groups
         parts: list[Stored] = []
         for group in range(num_groups):
             first, shared = size * group, width * group

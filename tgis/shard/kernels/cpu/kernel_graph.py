@@ -134,7 +134,8 @@ def _call_kernel(b: Any, entry: Any, args: Any) -> None:
 
 
 # The upper half of a kernel's word counts the threads that have entered it, the lower half those that left.
-_enter, _leave = atomic_add(1 << 32, "acq_rel"), atomic_add(1, "acq_rel")
+_enter = atomic_add(1 << 32, "acq_rel")
+_leave = atomic_add(1, "acq_rel")
 
 
 @ordered

@@ -108,8 +108,10 @@ def _product(num_rows: int, num_vectors: int, adds: bool, is_partial: bool = Fal
 
 def _multiply(adds: bool) -> Any:
     """Build `_product` for any number of rows and columns. Overwrites out unless `adds`."""
-    tall_2, tall_1 = _product(ROWS, 2, adds), _product(ROWS, 1, adds, is_partial=True)
-    row_long, row_2 = _product(1, LONG, adds), _product(1, 2, adds)
+    tall_2 = _product(ROWS, 2, adds)
+    tall_1 = _product(ROWS, 1, adds, is_partial=True)
+    row_long = _product(1, LONG, adds)
+    row_2 = _product(1, 2, adds)
     row_1 = _product(1, 1, adds, is_partial=True)
 
     @ordered
@@ -122,7 +124,8 @@ def _multiply(adds: bool) -> Any:
 
     @ordered
     def multiply_row(o: int, to: int, f: int, matrix: int, stride: int, n: int, columns: int) -> None:
-        long_end, pair_end = columns // (LONG * LANES) * (LONG * LANES), columns // (2 * LANES) * (2 * LANES)
+        long_end = columns // (LONG * LANES) * (LONG * LANES)
+        pair_end = columns // (2 * LANES) * (2 * LANES)
         for c in range(0, long_end, LONG * LANES):
             row_long(o, to + 4 * c, f, matrix + 4 * c, stride, n, LONG * LANES)
         for c in range(long_end, pair_end, 2 * LANES):

@@ -109,7 +109,8 @@ class CpuKernels(CpuRounder, Unfused):
     def select_ids(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
         count = len(ids)
         # Kernel graphs have float32 memory only.
-        local, is_inside = empty(count, 2).view(torch.int64).view(count), empty(count)
+        local = empty(count, 2).view(torch.int64).view(count)
+        is_inside = empty(count)
         embedding.select_ids(count, begin, end, ids.data_ptr(), local.data_ptr(), is_inside.data_ptr())
         return local, is_inside
 

@@ -103,7 +103,8 @@ def compile_all(kernels: Sequence[Kernel], sources: Path | None = None) -> None:
     by_name: dict[str, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel.name].append(kernel)
-    groups, fork = list(by_name.values()), multiprocessing.get_context("fork")
+    groups = list(by_name.values())
+    fork = multiprocessing.get_context("fork")
     gc.freeze()  # what the workers share is no garbage
     turn = fork.Value("i", 0)
     workers = [fork.Process(target=_compile, args=(groups, turn)) for _ in range(num_workers)]

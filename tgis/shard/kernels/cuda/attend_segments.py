@@ -233,7 +233,13 @@ def launch(
     attend_segments_kernel[(count,)](q, *pages, *segments, parts, *numbers, score, *constants, **options)
     lengths = segments.seq_lens, segments.work_starts
     merge_segments_kernel[num_seqs, num_heads](
-        *(*lengths, parts, out, score.window, score.chunk, score.sinks, score.value_scale),
+        *lengths,
+        parts,
+        out,
+        score.window,
+        score.chunk,
+        score.sinks,
+        score.value_scale,
         *constants,
         TOGETHER,
         num_warps=1,

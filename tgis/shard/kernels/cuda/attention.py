@@ -108,7 +108,8 @@ class CudaAttention:
     def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         assert isinstance(plan, CudaPlan)
         pages = *self.pages(layer), plan.block_tables
-        num_single, stored = len(plan.segments.rows), self._scales[layer]
+        num_single = len(plan.segments.rows)
+        stored = self._scales[layer]
         if not len(plan.tiles):
             return self._kernels.attend_segments(q, *pages, plan.segments, plan.max_seq_len, scoring, stored)
         out = torch.empty_like(q)

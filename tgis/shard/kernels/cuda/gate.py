@@ -81,7 +81,8 @@ def launch(x: Tensor, name: str, is_gated: bool) -> Tensor:
         grid = (num_tokens, triton.cdiv(size, BLOCK))
         is_early = is_dependent(x.device)
         _gate[grid](
-            *(x, out),
+            x,
+            out,
             SIZE=size,
             BLOCK=BLOCK,
             NAME=name,

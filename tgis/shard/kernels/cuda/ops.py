@@ -48,7 +48,8 @@ class CudaKernels(TorchKernels):
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> CudaProduct:
         self._dtype = dtype
-        matrix, is_wide = read_packed(weight, dtype, self.device), _is_wide(role, dtype)
+        matrix = read_packed(weight, dtype, self.device)
+        is_wide = _is_wide(role, dtype)
         return CudaProduct(matrix, is_wide, self._choices.add(matrix, is_wide))
 
     def choose_products(self, time: Timer, agree: Callable[[int], int]) -> None:
@@ -185,8 +186,14 @@ class CudaKernels(TorchKernels):
         if norm is None:
             return (x if delta is None else self.add(x, delta)).to(self._dtype)
         return self._implementations.norm(
-            *(x, delta, norm.weight, norm.bias, norm.eps, norm.is_centred),
-            *(self._dtype, self._branch_dtype),
+            x,
+            delta,
+            norm.weight,
+            norm.bias,
+            norm.eps,
+            norm.is_centred,
+            self._dtype,
+            self._branch_dtype,
         )
 
     def _multiply(self, x: Tensor, linear: LinearLayer, adapters: TokenAdapters | None) -> Tensor:

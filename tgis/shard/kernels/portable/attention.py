@@ -24,7 +24,8 @@ class TorchAttention:
         self._values = _as_pages(cache, cache.values)
 
     def plan(self, layout: StepLayout, kind: AttentionKind) -> "TorchPlan":
-        device, block_size = self._cache.keys.device, self._cache.block_size
+        device = self._cache.keys.device
+        block_size = self._cache.block_size
         pieces = [piece.to(device) for piece in _cut_pieces(layout, block_size)]
         slots = torch.empty(0, dtype=torch.int64) if kind == "cross" else layout.find_slots(block_size)
         stored = (slots >= 0).nonzero().squeeze(1)

@@ -30,7 +30,8 @@ def mix_delta(rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: 
 
 def _find_factors(gates: Tensor, mixer: DeltaNet) -> tuple[Tensor, Tensor]:
     """Return the decays of sums and the strengths of updates, [num_tokens, num_heads] each."""
-    first, count = mixer.first_head, mixer.sizes.num_heads
+    first = mixer.first_head
+    count = mixer.sizes.num_heads
     strengths, times = (each[:, first : first + count] for each in torch.split(gates, mixer.total_heads, -1))
     return torch.exp(mixer.decay * F.softplus(times + mixer.time_bias)), torch.sigmoid(strengths)
 

@@ -43,7 +43,8 @@ def _norm(x: Tensor, mixer: Mamba2) -> Tensor:
 def _scan(channels: Tensor, times: Tensor, mixer: Mamba2, sums: Tensor) -> Tensor:
     """Return y of a sequence's new tokens, [count, width], and update its sums."""
     sizes = mixer.sizes
-    num_heads, per_group = sizes.num_heads, sizes.num_heads // sizes.num_groups
+    num_heads = sizes.num_heads
+    per_group = sizes.num_heads // sizes.num_groups
     x, left, right = torch.split(channels, [sizes.width, sizes.group_width, sizes.group_width], -1)
     x = x.reshape(len(x), num_heads, sizes.head_dim).transpose(0, 1)  # [num_heads, count, head_dim]
     left, right = (  # [num_heads, count, state_size]

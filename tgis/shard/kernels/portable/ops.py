@@ -139,7 +139,8 @@ def multiply_gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
 
 def read_packed(weight: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Read a weight a few rows at a time. It stays float32 if it is outside the range of float16."""
-    packed, largest = torch.empty(weight.shape, dtype=dtype, device=device), torch.tensor(0.0)
+    packed = torch.empty(weight.shape, dtype=dtype, device=device)
+    largest = torch.tensor(0.0)
     for rows, piece in read_pieces(weight, _PIECE):
         packed[rows] = piece.to(device)
         largest = largest.maximum(piece.abs().max())

@@ -21,7 +21,8 @@ def spec(config: Config) -> EncoderDecoderSpec:
 
 
 def _stack_spec(config: Config, name: str) -> StackSpec:
-    size, num_heads = integer(config, "d_model"), integer(config, f"{name}_attention_heads")
+    size = integer(config, "d_model")
+    num_heads = integer(config, f"{name}_attention_heads")
     is_multilingual = config["model_type"] == "mbart"
     return StackSpec(
         num_layers=integer(config, f"{name}_layers"),
@@ -57,7 +58,8 @@ def sources(spec: EncoderDecoderSpec) -> dict[str, Source]:
 
 
 def _stack_sources(name: str) -> dict[str, Source]:
-    ours, layer = name + ".blocks.{i}.", f"model.{name}.layers." + "{i}."
+    ours = name + ".blocks.{i}."
+    layer = f"model.{name}.layers." + "{i}."
     attention, cross = layer + "self_attn.", layer + "encoder_attn."
     cross_sources: dict[str, Source] = {
         ours + "cross_norm": layer + "encoder_attn_layer_norm",

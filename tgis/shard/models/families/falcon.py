@@ -25,7 +25,8 @@ def spec(config: Config) -> DecoderSpec:
     refuse_others(config, apply_residual_connection_post_layernorm=False)
     hidden_size = integer(config, "hidden_size", config.get("n_embed"))
     num_heads = integer(config, "num_attention_heads", config.get("n_head"))
-    head_dim, has_bias = divide_heads(hidden_size, num_heads), bool(config.get("bias"))
+    head_dim = divide_heads(hidden_size, num_heads)
+    has_bias = bool(config.get("bias"))
     return DecoderSpec(
         num_layers=integer(config, "num_hidden_layers", config.get("n_layer")),
         hidden_size=hidden_size,

@@ -185,7 +185,8 @@ def _layer_inputs(config: Config, vocab_size: int) -> LayerInputs | None:
     width = count(config, "hidden_size_per_layer_input", 0)
     if not width:
         return None
-    num_rows, token_id = integer(config, "vocab_size_per_layer_input"), count(config, "pad_token_id", 0)
+    num_rows = integer(config, "vocab_size_per_layer_input")
+    token_id = count(config, "pad_token_id", 0)
     if num_rows < vocab_size or token_id >= num_rows:
         raise ConfigurationError(f"vocab_size_per_layer_input {num_rows} is below that of token ids")
     return LayerInputs(width, num_rows, token_id)

@@ -41,7 +41,8 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
 
 def _layer_ropes(shared: DecoderSpec, config: Config) -> tuple[Rope | None, ...]:
     """Return each layer's rotary embedding: that of all layers with its own base, or none if that is 0."""
-    rope, thetas = shared.rope, config.get("layer_rope_theta")
+    rope = shared.rope
+    thetas = config.get("layer_rope_theta")
     assert rope is not None, "Granite has a rotary embedding"
     if thetas is None:
         return ()

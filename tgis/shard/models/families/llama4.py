@@ -112,5 +112,6 @@ def _sparse_layers(config: Config, num_layers: int) -> frozenset[int]:
 def _query_scaling(config: Config, nope_layers: frozenset[int]) -> QueryScaling | None:
     if not config.get("attn_temperature_tuning", True):
         return None
-    beta, length = number(config, "attn_scale", 0.1), integer(config, "floor_scale", 8192)
+    beta = number(config, "attn_scale", 0.1)
+    length = integer(config, "floor_scale", 8192)
     return QueryScaling(beta, length, shift=1, layers=nope_layers)

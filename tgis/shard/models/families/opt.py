@@ -14,7 +14,8 @@ POSITION_OFFSET = 2
 def spec(config: Config) -> DecoderSpec:
     refuse_others(config, layer_norm_elementwise_affine=True)
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
-    norms_first, has_bias = config.get("do_layer_norm_before", True), bool(config.get("enable_bias", True))
+    norms_first = config.get("do_layer_norm_before", True)
+    has_bias = bool(config.get("enable_bias", True))
     return DecoderSpec(
         num_layers=integer(config, "num_hidden_layers"),
         hidden_size=hidden_size,

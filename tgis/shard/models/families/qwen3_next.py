@@ -31,7 +31,8 @@ def spec(config: Config) -> DecoderSpec:
 
 def sources(spec: DecoderSpec) -> dict[str, Source]:
     shared = {**attention_sources(spec), **qwen2_moe.expert_sources()}
-    delta, mixer = spec.delta_net, "model.layers.{i}.linear_attn."
+    delta = spec.delta_net
+    mixer = "model.layers.{i}.linear_attn."
     if delta is None:
         return shared
     # The rows of a key head and of the value heads that share it are adjacent.

@@ -172,7 +172,8 @@ def _load_checked(
 def _replace_attention(
     whole: Any, vocab_size: int, group: ProcessGroup, arithmetic: Arithmetic
 ) -> TransformersModel:
-    decoder, length = _find_decoder(whole), _find_length(whole.config)
+    decoder = _find_decoder(whole)
+    length = _find_length(whole.config)
     with torch.inference_mode():
         max_positions = find_max_positions(decoder, choose_tokens(vocab_size, 1), length)
     whole.to(arithmetic.device)

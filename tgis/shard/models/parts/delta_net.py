@@ -84,6 +84,7 @@ def _read_mixer(delta: DeltaNetSpec, parts: Parts, path: str, eps: float) -> Del
 def _list_channels(delta: DeltaNetSpec, group: ProcessGroup) -> list[slice]:
     """Return this rank's channels of the convolution: queries, keys, values."""
     shared = min(group.size, delta.num_key_heads)
-    keys, values = group.slice(delta.key_width, shared), group.slice(delta.width)
+    keys = group.slice(delta.key_width, shared)
+    values = group.slice(delta.width)
     parts = ((0, keys), (delta.key_width, keys), (2 * delta.key_width, values))
     return [slice(start + own.start, start + own.stop) for start, own in parts]

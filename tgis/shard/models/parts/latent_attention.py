@@ -31,15 +31,18 @@ class LatentAttention:
         scoring: Scoring,
         finish: Finish | None = None,
     ):
-        latent, size = spec.latent, parts.group.size
+        latent = spec.latent
+        size = parts.group.size
         assert latent is not None, "only models with latents have this layer"
         self._layer = layer
         self._scoring = scoring
         self._latent = latent
         self._num_heads = spec.num_heads // size
         self._norm_product = parts.kernels.norm_product
-        q_size, rank = spec.num_heads * latent.query_dim, latent.query_rank
-        widths, pieces = [rank or q_size, latent.page_dim], [size if rank is None else 1, 1]
+        q_size = spec.num_heads * latent.query_dim
+        rank = latent.query_rank
+        widths = [rank or q_size, latent.page_dim]
+        pieces = [size if rank is None else 1, 1]
         self._latents = ColumnParallel(
             parts, f"{path}.latents", spec.hidden_size, widths, spec.qkv_bias, pieces
         )

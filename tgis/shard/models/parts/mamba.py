@@ -51,7 +51,8 @@ class MambaMixer:
 
     def _gate_norm(self, y: Tensor, rows: Tensor) -> Tensor:
         """Normalise over all ranks that have parts of this rank's only group."""
-        gate, gates_first = F.silu(rows[:, : y.shape[1]].float()), self._mixer.gating == "before_norm"
+        gate = F.silu(rows[:, : y.shape[1]].float())
+        gates_first = self._mixer.gating == "before_norm"
         y = y * gate if gates_first else y
         squares = self._group.all_gather(y.square().sum(-1, keepdim=True))  # [num_tokens, num_ranks]
         first = self._group.rank // self._num_sharing * self._num_sharing
@@ -81,7 +82,8 @@ def local_sizes(mamba: MambaSpec, size: int) -> StateSizes:
 
 def _list_widths(mamba: MambaSpec, group: ProcessGroup) -> tuple[list[int], list[int]]:
     """Return the widths of the first matrix's parts, and the number of pieces into which ranks cut each."""
-    size, shared = group.size, min(group.size, mamba.num_groups)
+    size = group.size
+    shared = min(group.size, mamba.num_groups)
     widths = [mamba.width, mamba.width, mamba.group_width, mamba.group_width, mamba.num_heads]
     return widths, [size, size, shared, shared, size]
 
@@ -90,7 +92,8 @@ def _read_mixer(mamba: MambaSpec, parts: Parts, path: str, eps: float) -> Mamba2
     """Read this rank's part of the vectors and the convolution. Raises WeightsError."""
     group = parts.group
     sizes = local_sizes(mamba, group.size)
-    heads, channels = [group.slice(mamba.num_heads)], _list_channels(mamba, group)
+    heads = [group.slice(mamba.num_heads)]
+    channels = _list_channels(mamba, group)
 
     def read(name: str, shape: tuple[int, ...], rows: Sequence[slice]) -> Tensor:
         # These stay float32, because rounding errors of the decay grow with every token.
@@ -126,6 +129,7 @@ def _repeat_scales(mamba: MambaSpec, sizes: StateSizes) -> Tensor:
 
 def _list_channels(mamba: MambaSpec, group: ProcessGroup) -> list[slice]:
     shared = min(group.size, mamba.num_groups)
-    own, own_group = group.slice(mamba.width), group.slice(mamba.group_width, shared)
+    own = group.slice(mamba.width)
+    own_group = group.slice(mamba.group_width, shared)
     starts = (mamba.width, mamba.width + mamba.group_width)
     return [own, *(slice(start + own_group.start, start + own_group.stop) for start in starts)]

@@ -37,7 +37,8 @@ class SparseMLP:
         )
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
         products = [expert.products for expert in self._experts]
-        activation, gate_scale = self._experts[0].activation, sizes.gate_scale
+        activation = self._experts[0].activation
+        gate_scale = sizes.gate_scale
         self._mix_all = parts.kernels.join_experts(products, activation, gate_scale, experts.scales_input)
 
     def __call__(self, x: Tensor, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:

@@ -93,7 +93,8 @@ class FourBitMatrix(CodeMatrix):
     blocks extend over the ends of rows, the matrix can only be read as floats."""
 
     def __init__(self, tensors: Tensors, name: str, kind: str):
-        packed, state = tensors.fetch_any(name), _read_state(tensors.fetch_any(f"{name}.{_STATE}{kind}"))
+        packed = tensors.fetch_any(name)
+        state = _read_state(tensors.fetch_any(f"{name}.{_STATE}{kind}"))
         num_elements = prod(state.shape)
         self._bytes = packed.as_bytes()
         if self._bytes.shape[0] != -(-num_elements // 2):
@@ -112,7 +113,8 @@ class FourBitMatrix(CodeMatrix):
         return None if self.shape[1] % self._block else super().layout(columns)
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        row_range, width = range(self.shape[0])[rows], self.shape[1]
+        row_range = range(self.shape[0])[rows]
+        width = self.shape[1]
         first, last = row_range.start * width, row_range.stop * width
         blocks = range(first // self._block, -(-last // self._block))
         weights = self._take_blocks(blocks).dequantize().flatten()

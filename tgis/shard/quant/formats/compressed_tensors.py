@@ -52,7 +52,8 @@ class CompressedTensors:
         self._sizes = [size for each in weights if (size := each.group_size("group_size") or 0) > 0]
         blocks = (_find_block(each) for each in weights)
         self._block = next((block for block in blocks if block), None)
-        bits, columns = next(iter(self._bits), 4), next(iter(self._sizes), None)
+        bits = next(iter(self._bits), 4)
+        columns = next(iter(self._sizes), None)
         is_float = any(each.text("type", "int") == "float" for each in weights)
         self.layout = CodeLayout(E4M3 if is_float else torch.uint8, bits, columns, has_zeros=not is_float)
 
@@ -72,7 +73,8 @@ class CompressedTensors:
         return count_weights(name, shape, PACKED, ("weight_scale", "weight_zero_point"), self.layout.bits)
 
     def _open_packed(self, parts: ModuleParts) -> "CompressedMatrix":
-        packed, size = parts.fetch_values(*WORDS), parts.fetch("weight_shape", INTEGERS, 1)
+        packed = parts.fetch_values(*WORDS)
+        size = parts.fetch("weight_shape", INTEGERS, 1)
         shape = tuple(size.read().tolist())
         if shape[:-1] != packed.shape[:-1] or shape[-1] < 1:
             raise WeightsError(f"{size.label} is {list(shape)}, but the words are {list(packed.shape)}")

@@ -14,7 +14,9 @@ from tgis.shard.checkpoint.codes import CodeLayout, Codes
 Rounding = Callable[[Tensor, CodeLayout], Codes]
 
 TINY = 1e-30  # groups whose largest magnitude is smaller become zeros
-_ZERO, _ONE, _NAN = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(float("nan"))
+_ZERO = torch.tensor(0.0)
+_ONE = torch.tensor(1.0)
+_NAN = torch.tensor(float("nan"))
 
 
 def round_to_integers(weights: Tensor, layout: CodeLayout) -> Codes:

@@ -70,7 +70,8 @@ def describe_tokenizer(directory: Path, vocab_size: int) -> dict[str, Value]:
 def check_tokenizer(directory: Path, metadata: Metadata) -> None:
     """Check that metadata represent the tokenizer in a directory. Raises QuantizeError and
     ConversionError."""
-    tokenizer, vocabulary = _load(directory / FILE), GgufVocabulary(metadata)
+    tokenizer = _load(directory / FILE)
+    vocabulary = GgufVocabulary(metadata)
     read_back = make_tokenizer(vocabulary)
     for text in _list_probes(tokenizer):
         if read_back.encode(text).ids != tokenizer.encode(text).ids:
@@ -196,7 +197,8 @@ def _text_of(token: object) -> str | None:
 
 def _list_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the ids that the tokenizer adds before and after a text."""
-    whole, plain = tokenizer.encode("x"), tokenizer.encode("x", add_special_tokens=False)
+    whole = tokenizer.encode("x")
+    plain = tokenizer.encode("x", add_special_tokens=False)
     flags = whole.special_tokens_mask
     num_before = flags.index(0) if 0 in flags else len(flags)
     return whole.ids[:num_before], whole.ids[num_before + len(plain.ids) :]

@@ -158,7 +158,10 @@ class StepGraphs:
                 used = before - self._memory_left()
                 logger.warning(
                     "steps of %s and fewer use larger CUDA graphs: %d graphs took %.0f s and %.0f MiB",
-                    *(size, done, self._clock() - began, used / 2**20),
+                    size,
+                    done,
+                    self._clock() - began,
+                    used / 2**20,
                 )
                 break
             if not self._add(size):

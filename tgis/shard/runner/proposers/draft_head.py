@@ -137,7 +137,8 @@ class DraftHeadProposer:
         number = layout.positions - starts[layout.sequence]
         held = self._num_held[rows][layout.sequence]
         is_held = number < held
-        old, new = is_held.nonzero()[0], (~is_held).nonzero()[0]
+        old = is_held.nonzero()[0]
+        new = (~is_held).nonzero()[0]
         before = torch.empty(len(number), states.shape[1], device=states.device)
         before[self._place(old)] = self._take_held(rows[layout.sequence][old], number[old])
         at = (begins[layout.sequence] + number - held)[new]

@@ -86,13 +86,16 @@ def name_weight_type(config: ShardConfig, settings: Mapping[str, Any], on: Platf
         logger.warning(
             "--quantize %s rounds the weights but stores them as %s, with the memory and speed of "
             "--dtype %s, because this platform has no matrix products for their codes",
-            *(config.quantize, dtype_name, dtype_name),
+            config.quantize,
+            dtype_name,
+            dtype_name,
         )
     else:
         logger.info(
             "the weights of this quantized checkpoint are stored as %s, with the memory and speed of "
             "--dtype %s, because this platform has no matrix products for their codes",
-            *(dtype_name, dtype_name),
+            dtype_name,
+            dtype_name,
         )
     return dtype_name
 
@@ -104,13 +107,16 @@ def _name_gguf_type(gguf: GgufMemory, on: Platform, dtype_name: str) -> str:
     num_bytes = gguf.count_bytes(partial(_has_products, on), float_bytes, on.kernels.count_code_bytes)
     logger.info(
         "the weights are stored as the GGUF file's codes and take %.0f MiB without the tokenizer: %s",
-        *(num_bytes / MIB, ", ".join(gguf.list_shares())),
+        num_bytes / MIB,
+        ", ".join(gguf.list_shares()),
     )
     for type, count in gguf.list_widened(partial(_has_products, on)):
         logger.warning(
             "weights of type %s are stored as %s, because this platform has no matrix products for their "
             "codes: they take %.1f MiB instead of %.1f MiB",
-            *(type.name, dtype_name, count * DTYPES[dtype_name].itemsize / MIB),
+            type.name,
+            dtype_name,
+            count * DTYPES[dtype_name].itemsize / MIB,
             count * type.block_bytes / type.block_elements / MIB,
         )
     return gguf.main_type
@@ -124,7 +130,8 @@ def count_bytes(
     config: ShardConfig, settings: Mapping[str, Any], choice: Choice, on: Platform, dtype: torch.dtype
 ) -> int:
     """Return the size of a checkpoint's weights on all ranks together. `settings` is its config.json."""
-    directory, count = Path(config.model_path), on.kernels.count_code_bytes
+    directory = Path(config.model_path)
+    count = on.kernels.count_code_bytes
     product_bytes = (on.product_dtype or dtype).itemsize
     if (gguf := _find_gguf(config)) is not None:
         return gguf.count_bytes(partial(_has_products, on), product_bytes, count)

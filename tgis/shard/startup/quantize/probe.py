@@ -175,14 +175,18 @@ def warn_of_loss(probe: Probe, runner: ModelRunner, config: ShardConfig, max_seq
         logger.info(
             "--quantize %s changes the log-probabilities of a probe text by %.2f on average; up to %.2f is "
             "usual",
-            *(config.quantize, difference, usual),
+            config.quantize,
+            difference,
+            usual,
         )
         return
     logger.warning(
         "--quantize %s changes the log-probabilities of a probe text by %.2f on average, and up to %.2f is "
         "usual: this model's weights lose much by it; compare its responses with those of --dtype, or use "
         "more bits",
-        *(config.quantize, difference, usual),
+        config.quantize,
+        difference,
+        usual,
     )
 
 

@@ -177,7 +177,8 @@ async def _answer_or_status(answering: Coroutine[Any, Any, Any]) -> tuple[Any, S
 def _status_of(error: Exception) -> Status:
     """Return the client's status for `error`. An unforeseen error's text has only the id of the log line."""
     if isinstance(error, RouterError):
-        code, text = STATUS[error.code], str(error)
+        code = STATUS[error.code]
+        text = str(error)
         retry_s = error.retry_s if isinstance(error, OverloadedError) else None
         more = () if retry_s is None else _retry_metadata(code.value[0], text, retry_s)
         return Status(code, text, more)

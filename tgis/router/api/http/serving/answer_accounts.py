@@ -56,7 +56,8 @@ class AnswerAccounts:
             self.num_streams -= is_stream
 
     def _count(self, scope: Scope, status: int) -> None:
-        path, state = scope["path"], scope.get("state", {})
+        path = scope["path"]
+        state = scope.get("state", {})
         api = state.get("api") or find_api(self.apis, path) or self.apis[0]
         route = next((one.path for one in api.routes if one.path_regex.match(path)), OTHER_ROUTE)
         self.metrics.http_api_requests.add(api.rules.name, route, str(status))

@@ -176,8 +176,15 @@ def _read_messages(prompt: str, has_reasoning: bool, find_mark: FindMark) -> Mes
     }
     start, channel, constrain, message, end, *_ = marks
     rules = MessageRules(
-        *(start, channel, constrain, message, end),
-        *(harmony.ROLE, harmony.REASONING, harmony.CALLS, harmony.CONTENT),
+        start,
+        channel,
+        constrain,
+        message,
+        end,
+        harmony.ROLE,
+        harmony.REASONING,
+        harmony.CALLS,
+        harmony.CONTENT,
         begun.get(part, "header"),
     )
     return MessageForm(opened, marks, rules)

@@ -180,7 +180,8 @@ def _check(body: ChatRequest, is_encoder_decoder: bool) -> None:
 
 
 def _parameters(body: ChatRequest, guided: Guided | None) -> Parameters:
-    has_logprobs, has_prompt_logprobs = bool(body.logprobs), body.prompt_logprobs is not None
+    has_logprobs = bool(body.logprobs)
+    has_prompt_logprobs = body.prompt_logprobs is not None
     return to_parameters(
         body,
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,

@@ -37,7 +37,9 @@ def playground_route(config: RouterConfig, has_api: bool) -> LimitedRoute:
 
 def _page() -> Response:
     """Return the answer with the page. Its policy allows only the page's own style and scripts."""
-    style, library, script = _read("page.css"), _read(LIBRARY), "\n".join(map(_read, SCRIPTS))
+    style = _read("page.css")
+    library = _read(LIBRARY)
+    script = "\n".join(map(_read, SCRIPTS))
     html = _read("page.html").replace("/* STYLE */", style).replace("/* LIBRARY */", library)
     html = html.replace("/* SCRIPT */", script)
     headers = {

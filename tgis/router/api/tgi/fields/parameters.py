@@ -42,7 +42,8 @@ def _problems(
         yield "`top_k` must be strictly positive"
     if given.max_new_tokens is not None and not given.max_new_tokens > 0:
         yield "`max_new_tokens` must be strictly positive"
-    max_stops, num_stops = limits.max_stop_sequences_for(TGI), len(given.stop or ())
+    max_stops = limits.max_stop_sequences_for(TGI)
+    num_stops = len(given.stop or ())
     if num_stops > max_stops:
         yield f"`stop` supports up to {max_stops} stop sequences. Given: {num_stops}"
     if given.seed is not None and (given.best_of or 1) > 1:
@@ -60,7 +61,8 @@ def _problems(
 
 
 def _best_of_problems(given: GenerateParameters, is_stream: bool, limits: RequestLimits) -> Iterator[str]:
-    best_of, max_best_of = given.best_of, limits.max_best_of_for(TGI)
+    best_of = given.best_of
+    max_best_of = limits.max_best_of_for(TGI)
     if is_stream and best_of not in (None, 1):
         yield "`best_of` != 1 is not supported when streaming tokens"
     if is_stream and given.decoder_input_details:
@@ -93,7 +95,8 @@ def _grammar_problems(grammar: GrammarField | None, limits: RequestLimits) -> It
 
 
 def _to_parameters(given: GenerateParameters, is_stream: bool) -> Parameters:
-    best_of, wants_inputs = given.best_of or 1, bool(given.decoder_input_details)
+    best_of = given.best_of or 1
+    wants_inputs = bool(given.decoder_input_details)
     shows_tokens = is_stream or bool(given.details) or wants_inputs
     wants_tokens = shows_tokens or best_of > 1  # the tokens determine the best text
     others = {

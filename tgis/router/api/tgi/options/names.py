@@ -74,7 +74,8 @@ DEFAULTS = {
 
 def join_repeated(arguments: Sequence[str], switches: Collection[str] = ()) -> list[str]:
     """Return the command line with a single flag, at its end, for all values of each flag in REPEATED."""
-    words, values = list[str](), dict[str, list[str]]()
+    words = list[str]()
+    values = dict[str, list[str]]()
     rest = iter(arguments)
     for word in rest:
         flag, equals, value = word.partition("=")

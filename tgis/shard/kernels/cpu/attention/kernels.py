@@ -70,7 +70,8 @@ def _find_unit(index: int, group: int, step: Any, p: Any, scoring: Any, size: in
     rest = index // parts
     kv_head = rest % p.num_kv_heads
     item = step[ITEMS_AT] + ITEM * (rest // p.num_kv_heads)
-    sequence, start = read_int(item), read_int(item + 4)
+    sequence = read_int(item)
+    start = read_int(item + 4)
     count, position = read_int(item + 8), read_int(item + 12)
     num_parts, segment, partial = read_int(item + 16), read_int(item + 20), read_int(item + 24)
     seq_len = read_int(step[SEQ_LENS_AT] + 4 * sequence)
@@ -128,7 +129,8 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         scoring = ScoringArgs(*scales, window, causal, slopes, bias, num_biases, sinks, first_key)
         depth = round_up(p.head_dim, LANES)
         max_rows = step[MAX_TILE_AT] * min(HEADS, num_heads // p.num_kv_heads) + TILE_ROWS
-        q, sums = max_rows * depth, max_rows * (depth + LANES)
+        q = max_rows * depth
+        sums = max_rows * (depth + LANES)
         maxima = round_up(max_rows, LANES)
         gathered = SPAN * (p.head_dim + depth)
         results = max_rows * result_size(depth + LANES)

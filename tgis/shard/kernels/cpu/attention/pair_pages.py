@@ -46,7 +46,8 @@ def _write_halves(b: Any, to: Any, source: Any, count: Any, is_later: Any) -> No
     halves = b.select(is_later, *(ir.Constant(_MASK, [part, 1 - part] * LANES) for part in (1, 0)))
 
     def write_vector(k: Any, _: list[Any]) -> list[Any]:
-        left, offset = b.trunc(b.sub(count, k), I32), b.mul(k, I64(4))
+        left = b.trunc(b.sub(count, k), I32)
+        offset = b.mul(k, I64(4))
         x = llvm.load_vector(b, b.add(source, offset), LANES, llvm.first_lanes(b, left, LANES))
         bits = b.lshr(llvm.round_to_bfloat16(b, x), shift)
         kind = ir.VectorType(I16, _HALVES)
@@ -109,7 +110,8 @@ def _write_tokens(k: int, v: int, slot: int, p: Any, token_bytes: int) -> None:
     block, offset = slot // p.block_size, slot % p.block_size
     size = p.head_dim * p.block_size * pairs.NUM_BYTES // pairs.COLUMNS
     for h in range(p.num_kv_heads):
-        page, head = (block * p.num_kv_heads + h) * size, 4 * h * p.head_dim
+        page = (block * p.num_kv_heads + h) * size
+        head = 4 * h * p.head_dim
         keys = p.keys + page + pairs.NUM_BYTES * offset
         values = p.values + page + offset // pairs.COLUMNS * pairs.NUM_BYTES * p.head_dim
         stride = pairs.NUM_BYTES * p.block_size
@@ -137,7 +139,8 @@ def _write_token(k: int, v: int, slot: int, p: Any, buffer: int) -> None:
     size = p.head_dim * p.block_size * pairs.NUM_BYTES // pairs.COLUMNS
     rounded = carray(pointer(buffer, _U32), (num_pairs,))
     for h in range(p.num_kv_heads):
-        page, head = (block * p.num_kv_heads + h) * size, 4 * h * p.head_dim
+        page = (block * p.num_kv_heads + h) * size
+        head = 4 * h * p.head_dim
         _round_channels(buffer, k + head, p.head_dim)
         keys = carray(pointer(p.keys + page, _U32), (num_pairs, p.block_size))
         for d in range(num_pairs):
@@ -160,7 +163,8 @@ def _write_pairs(args: Any) -> None:
     unit_tokens = _MANY_TOKENS if num_tokens > 2 * _MANY_TOKENS else TOKENS
     first = next_unit(args) * unit_tokens
     while first < num_tokens:
-        t, end = first, min(num_tokens, first + unit_tokens)
+        t = first
+        end = min(num_tokens, first + unit_tokens)
         while t < end:
             k, v = new_keys + t * token_bytes, new_values + t * token_bytes
             if has_groups and _begins_group(slots, t, end):

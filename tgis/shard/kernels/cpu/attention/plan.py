@@ -65,7 +65,8 @@ class CpuPlan:
     def _make_table(self, layout: StepLayout) -> Tensor:
         addresses = [x.data_ptr() for x in self._tensors]
         num_seqs, max_blocks = layout.block_tables.shape
-        num_tokens, num_items = int(layout.cu_seqlens_q.numpy()[-1]), len(self.items)
+        num_tokens = int(layout.cu_seqlens_q.numpy()[-1])
+        num_items = len(self.items)
         max_tile = 1 if num_tokens == num_seqs == num_items else QUERY_TILE
         table = (num_tokens, num_seqs, max_blocks, num_items, max_tile, *addresses, SEGMENT_LEN, 0)
         return torch.from_numpy(np.array(table, np.int64))

@@ -137,7 +137,8 @@ def _choose(b: Any, k: Any, choices: Sequence[Any]) -> Any:
     """Return the choice, of 1, 2 or 4, with the number in the lowest bits of k."""
     if len(choices) == 1:
         return choices[0]
-    is_odd, pairs = b.trunc(k, I1), zip(choices[::2], choices[1::2], strict=True)
+    is_odd = b.trunc(k, I1)
+    pairs = zip(choices[::2], choices[1::2], strict=True)
     return _choose(b, b.lshr(k, I64(1)), [b.select(is_odd, odd, even) for even, odd in pairs])
 
 
@@ -181,13 +182,15 @@ def _build_pv(b: Any, args: Any, rows: int, first: int, width: int) -> None:
     begin_column = b.add(column, I64(first * size))
 
     def add_group(j: Any, group_sums: list[Any]) -> list[Any]:
-        begin, place = b.mul(j, I64(LANES)), b.add(places, b.mul(j, I64(8)))
+        begin = b.mul(j, I64(LANES))
+        place = b.add(places, b.mul(j, I64(8)))
         first_weight = b.mul(j, I64(LANES // columns))
         base = b.add(b.load(llvm.pointer_to(b, I64, place)), begin_column)
         ahead = b.add(b.load(llvm.pointer_to(b, I64, place, I64(8 * GROUPS))), begin_column)
 
         def add_key(k: Any, key_sums: list[Any], is_half: bool = False) -> list[Any]:
-            row, weight = b.mul(k, stride), b.mul(b.add(first_weight, k), I64(4))
+            row = b.mul(k, stride)
+            weight = b.mul(b.add(first_weight, k), I64(4))
             for skip in range(0, width * size if rows <= SHORT else 0, LINE):
                 llvm.prefetch(b, ahead, b.add(row, I64(skip)))
             loaded = [load_elements(b, base, b.add(row, I64(v * size)), element) for v in range(width)]

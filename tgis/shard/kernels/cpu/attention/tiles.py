@@ -149,7 +149,8 @@ def locate_span(which: int, span: int, u: Any, p: Any, s: Any, element: Any) -> 
             key = span if span < u.end else 0
         index = key // p.block_size
         block = read_int(u.blocks + 4 * index)
-        base, offset = (block * p.num_kv_heads + u.kv_head) * page, (key - index * p.block_size) * p.width
+        base = (block * p.num_kv_heads + u.kv_head) * page
+        offset = (key - index * p.block_size) * p.width
         place = s.places + 8 * (which * GROUPS + group)
         poke(place, p.keys + base + offset)
         poke(place + 16 * GROUPS, p.values + base + offset * p.head_dim // p.columns)
@@ -274,13 +275,15 @@ def write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> 
         bounds[i, 1] = end
         head += 1
         if head == u.heads:
-            token, head = token + 1, 0
+            token = token + 1
+            head = 0
 
 
 @inlined
 def _add_values(rows: int, num_keys: int, sums: int, in_place: bool, p: Any, s: Any, element: Any) -> None:
     """Add the first `num_keys` values of the span, times the weights of a tile's rows, to the rows' sums."""
-    depth, length = s.length - LANES, 4 * s.length
+    depth = s.length - LANES
+    length = 4 * s.length
     factors, places = s.updates + 4 * LANES, s.places + 16 * GROUPS
     stride = (p.head_dim if in_place else depth) * p.width
     whole = depth // SPAN * SPAN
@@ -310,7 +313,8 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
         multiply_columns(rows, num_groups, s.scores, s.scales)
     if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
         adjust_rows(r, rows, span, u, scoring, s)
-    maxima, sums = s.maxima + 4 * r, s.sums + 4 * s.length * r
+    maxima = s.maxima + 4 * r
+    sums = s.sums + 4 * s.length * r
     is_masked = find_end(first, u, scoring) - span < SPAN or find_first_key(last, scoring) > span
     if is_masked:
         write_bounds(r, rows, span, u, scoring, s)
@@ -472,7 +476,8 @@ def _attend_segments(
         attend_keys(begin, end, height, u, following, queries, p, scoring, s, element)
         if is_merged:
             for r in range(u.num_tokens * u.heads):
-                result, sums = s.results + 4 * r * result_size(s.length), s.sums + 4 * r * s.length
+                result = s.results + 4 * r * result_size(s.length)
+                sums = s.sums + 4 * r * s.length
                 add_segment(result, segment, r, sums, s.maxima + 4 * r, u, part, scoring, s.length)
         begin = end
         if begin >= u.end:
@@ -491,15 +496,18 @@ def attend_unit(
     if p.block_size % LANES == 0:
         locate_span(1, u.begin, u, p, s, element)
     _attend_segments(height, u, following, queries, part, p, scoring, s, element)
-    results, size = s.results, result_size(s.length)
-    maxima, stride = s.results + 4 * s.length, 4 * size
+    results = s.results
+    size = result_size(s.length)
+    maxima = s.results + 4 * s.length
+    stride = 4 * size
     if part.num_parts > 1:
         if not keep_partials(u, part, queries.num_heads, s):
             return
         merge_partials(u, part, queries.num_heads, scoring, s)
     elif u.end <= part.segment_len:
         results, size = s.sums, s.length
-        maxima, stride = s.maxima, 4
+        maxima = s.maxima
+        stride = 4
     for r in range(num_rows):
         maximum = maxima + stride * r
         _finish_row(r, results + 4 * size * r, maximum, u, queries, p, scoring.sinks, s.length)

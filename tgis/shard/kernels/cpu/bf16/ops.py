@@ -46,7 +46,9 @@ class BfloatKernels(ops.CpuKernels):
         reader: LinearLayer | None = None,
     ) -> Tensor:
         if norm is not None and _reads_rounded(linear, adapters):
-            x, delta, norm = _norm_rounded(x, delta, norm), None, None
+            x = _norm_rounded(x, delta, norm)
+            delta = None
+            norm = None
         if then is None or (gated := _find_gated(linear, then, reader, adapters)) is None:
             return super().norm_product(x, delta, norm, linear, then, adapters)
         return gated.multiply_gated(normalise(self, x, delta, norm), then.name)

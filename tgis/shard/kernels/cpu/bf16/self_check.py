@@ -85,5 +85,6 @@ def is_exact(pack: Packer, multiply: Callable[[Tensor, Tensor], Tensor] = multip
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(_OUT_FEATURES, _IN_FEATURES, generator=generator)
     x = torch.randn(max(_ROWS), _IN_FEATURES, generator=generator)
-    product, expected = pack(TensorInMemory(weight, "random numbers")), multiply(x, weight)
+    product = pack(TensorInMemory(weight, "random numbers"))
+    expected = multiply(x, weight)
     return all(torch.equal(product(x[:count]), expected[:count]) for count in _ROWS)

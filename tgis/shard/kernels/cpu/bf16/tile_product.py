@@ -70,7 +70,8 @@ class TileProduct:
 
     def _round(self, x: Tensor) -> Tensor:
         """Return x rounded to pairs, padded with zeros to whole tiles."""
-        num_rows, padded = len(x), count_steps(self.in_features) * tiles.COLUMNS
+        num_rows = len(x)
+        padded = count_steps(self.in_features) * tiles.COLUMNS
         rounded = empty_rounded(num_rows, padded)
         rows_per_unit = max(1, _UNIT // padded)
         run = tiles.round_pairs if num_rows <= rows_per_unit else tiles.round_pairs.parallel

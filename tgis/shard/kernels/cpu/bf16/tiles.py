@@ -86,7 +86,8 @@ def _multiply_panel(
                 write_shapes(memory, height, DEPTH)
                 configure(memory)
                 configured = height
-            source, to = x + row * stride + begin * ROW_BYTES, sums + row * PANEL_ROW
+            source = x + row * stride + begin * ROW_BYTES
+            to = sums + row * PANEL_ROW
             is_last = begin + count == steps
             place, apart = (out + row * out_stride, out_stride) if is_last else (to, PANEL_ROW)
             given = (memory, to, place, apart, source, stride, height, weights, count)
@@ -109,7 +110,8 @@ def _multiply_tiles(args: Any) -> None:
         first, begin = unit % groups * _MAX_ROWS, unit // groups * unit_panels
         rows = min(_MAX_ROWS, m - first)
         for p in range(begin, min(begin + unit_panels, num_panels)):
-            panel, source = weights + p * steps * DEPTH * PANEL_ROW, x + first * steps * ROW_BYTES
+            panel = weights + p * steps * DEPTH * PANEL_ROW
+            source = x + first * steps * ROW_BYTES
             columns = min(PANEL, n - p * PANEL)
             out = y + 4 * (first * n + p * PANEL)
             stride = 4 * n
@@ -128,11 +130,9 @@ def _write_gated(kind: int, sums: int, rows: int, out: int, stride: int) -> None
     """Write activation(gate) * up, rounded, to rows that are `stride` bytes apart. `sums` is the address of
     the gates, [rows, PANEL], that of as many rows of ups, and memory for as many results."""
     count = rows * PANEL
-    gates, ups, results = (
-        carray(pointer(sums, _F32), (count,)),
-        carray(pointer(sums + _SUMS_BYTES, _F32), (count,)),
-        carray(pointer(sums + 2 * _SUMS_BYTES, _F32), (count,)),
-    )
+    gates = carray(pointer(sums, _F32), (count,))
+    ups = carray(pointer(sums + _SUMS_BYTES, _F32), (count,))
+    results = carray(pointer(sums + 2 * _SUMS_BYTES, _F32), (count,))
     multiply_row(kind, gates, ups, results)
     for r in range(rows):
         rounded = carray(pointer(out + r * stride, _BF16), (PANEL,))
@@ -144,7 +144,8 @@ def _multiply_gated_tiles(args: Any) -> None:
     """Compute a product whose columns are gates, then as many ups, both whole panels, and write
     activation(gate) * up, rounded to bfloat16. Units of work are those of `_multiply_tiles` for the gates."""
     m, n, steps, threads, x, weights, y, kind = operands(args, 1, 8)
-    groups, num_panels = -(-m // _MAX_ROWS), n // PANEL
+    groups = -(-m // _MAX_ROWS)
+    num_panels = n // PANEL
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
     group_units = -(-num_panels // unit_panels)
     scratch = np.empty(_LINE + 3 * _SUMS_BYTES + MEMORY_BYTES, np.uint8)

@@ -13,7 +13,8 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I8, I16, I32, I64
 
 _WORDS, _FLOATS, _BYTES = (ir.VectorType(element, LANES) for element in (I32, FLOAT, I8))
-_ROW, _PAIRS = ir.VectorType(I8, COLUMNS), ir.VectorType(I16, COLUMNS // 2)
+_ROW = ir.VectorType(I8, COLUMNS)
+_PAIRS = ir.VectorType(I16, COLUMNS // 2)
 
 
 def load_table(b: Any, kind: Kind, address: Any) -> list[Any]:

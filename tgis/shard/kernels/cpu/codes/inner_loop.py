@@ -90,7 +90,8 @@ class _FloatSums:
         self.initial = [llvm.constant(0.0, LANES)] * (len(rows) * num_vectors)
 
     def add_units(self, b: Any, sums: list[Any], u: Any, units: list[Any]) -> list[Any]:
-        [unit], offset = units, b.mul(u, I64(4 * UNIT))
+        [unit] = units
+        offset = b.mul(u, I64(4 * UNIT))
         columns = [b.add(address, offset) for address in self._x]
         changed = list(sums)
         for k, first, numbers in emit_numbers(b, self._kind, unit, self._table, self._num_vectors):
@@ -239,7 +240,8 @@ def multiply_strips(
     width = LANES * VECTORS // count
 
     def multiply_one(s: Any, _: list[Any]) -> list[Any]:
-        vectors, own = b.mul(s, I64(4 * width)), b.add(panel.zeros, b.mul(s, I64(width)))
+        vectors = b.mul(s, I64(4 * width))
+        own = b.add(panel.zeros, b.mul(s, I64(width)))
         out, scales = (b.add(address, vectors) for address in (panel.out, panel.scales))
         codes = b.add(panel.codes, b.mul(s, I64(code_bytes * width)))
         zeros = b.select(b.icmp_signed("!=", panel.zeros, I64(0)), own, I64(0))

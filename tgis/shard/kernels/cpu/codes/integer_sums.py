@@ -34,7 +34,8 @@ _ADDS_QUADS = INSTRUCTION_SET is not AVX2
 # times -128 (int32), and the activations (8 or 16 bits).
 ROW_SUM, EXCESS, SCALE, CORRECTION = 0, 4, 8, 12
 VALUES = SCALE + HEADER
-BYTES_STRIDE, PAIRS_STRIDE = VALUES + PIECE, VALUES + 2 * PIECE
+BYTES_STRIDE = VALUES + PIECE
+PAIRS_STRIDE = VALUES + 2 * PIECE
 """Bytes between pieces of rows of 8-bit and of 16-bit activations."""
 
 _WORDS = ir.VectorType(I32, LANES)

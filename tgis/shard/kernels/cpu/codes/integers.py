@@ -13,7 +13,8 @@ from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.llvm import I8, I32, I64
 
-_WORDS, _BYTES = ir.VectorType(I32, LANES), ir.VectorType(I8, 4 * LANES)
+_WORDS = ir.VectorType(I32, LANES)
+_BYTES = ir.VectorType(I8, 4 * LANES)
 
 
 def emit_words(b: Any, kind: Kind, unit: Any, wide_bits: int) -> list[list[Any]]:
@@ -29,7 +30,8 @@ def emit_words(b: Any, kind: Kind, unit: Any, wide_bits: int) -> list[list[Any]]
 
 def _split_bytes(b: Any, word: Any) -> list[Any]:
     """Emit the lower and the upper two bytes of words as 16-bit numbers."""
-    values, zero = b.bitcast(word, _BYTES), llvm.constant(0, 4 * LANES, I8)
+    values = b.bitcast(word, _BYTES)
+    zero = llvm.constant(0, 4 * LANES, I8)
     halves = []
     for half in range(2):
         lanes = [4 * LANES if i % 2 else 4 * (i // 4) + 2 * half + i % 4 // 2 for i in range(4 * LANES)]

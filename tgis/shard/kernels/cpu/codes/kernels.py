@@ -230,7 +230,8 @@ def _multiply_codes(
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
-        to, source = sums + 4 * COLUMNS * first, x + first * w.row_bytes
+        to = sums + 4 * COLUMNS * first
+        source = x + first * w.row_bytes
         multiply_tile(tall, to, source, at, w.table, scales, offsets, zeros, units, ahead, element)
 
 
@@ -261,7 +262,8 @@ def _multiply_piece(
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
-        to, source = sums + 4 * COLUMNS * first, x + first * w.row_bytes
+        to = sums + 4 * COLUMNS * first
+        source = x + first * w.row_bytes
         multiply_wide_tile(tall, to, source, codes, scales, offsets, zeros, units, ahead, lines, element)
         ahead += units * lines * LINE
 

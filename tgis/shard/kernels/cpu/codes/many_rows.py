@@ -86,7 +86,8 @@ class _FloatTile:
         self.initial = [llvm.constant(0.0, LANES)] * (len(rows) * num_vectors)
 
     def add_units(self, b: Any, sums: list[Any], u: Any, units: list[Any]) -> list[Any]:
-        [unit], offset = units, b.mul(u, I64(4 * UNIT))
+        [unit] = units
+        offset = b.mul(u, I64(4 * UNIT))
         vectors = [I64(4 * LANES * v) for v in range(self._num_vectors)]
         for k in range(UNIT):
             at = b.add(unit, I64(4 * COLUMNS * k))
@@ -123,7 +124,8 @@ def multiply_wide_tile(
     `lines` cache lines per unit, beginning at `ahead`. For other arguments see `multiply_tile`."""
     end = b.append_basic_block("end")
     kind = KINDS[element]
-    cases, stride = b.switch(rows, end), find_wide_stride(kind)
+    cases = b.switch(rows, end)
+    stride = find_wide_stride(kind)
     least = 1 if kind.rounds_activations and kind.is_packed else TALL
     for num_rows in range(least, (ROUNDED_ROWS if kind.rounds_activations else ROWS) + 1):
         block = b.append_basic_block(f"rows{num_rows}")

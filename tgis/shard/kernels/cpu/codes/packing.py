@@ -72,7 +72,9 @@ def _pack_parts(codes: int, units: int, to: int, bits: int, column: int) -> None
                 stored = carray(pointer(begin + (column % half) * size, _U8), (size,))
                 for i in range(size):
                     stored[i] = word >> (8 * i) & 255
-                begin, first, taken = begin + half * size, first + count, taken + rest
+                begin = begin + half * size
+                first = first + count
+                taken = taken + rest
 
 
 def _pack_codes(args: Any) -> None:

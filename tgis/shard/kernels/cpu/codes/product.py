@@ -300,9 +300,18 @@ class _Packing(NamedTuple):
             self.factors[rows // COLUMNS, :, :, rows % COLUMNS] = codes.factors
         stored = _store_scales(codes, groups, self.scales)
         pack_codes.parallel(
-            *(len(values), first, values.data_ptr(), stored.data_ptr(), self.panels.data_ptr()),
-            *(kind.bits, kind.is_unsigned, _address(self.places)),
-            *(pieces.units, pieces.last_units, pieces.count, *stored.shape[2:]),
+            len(values),
+            first,
+            values.data_ptr(),
+            stored.data_ptr(),
+            self.panels.data_ptr(),
+            kind.bits,
+            kind.is_unsigned,
+            _address(self.places),
+            pieces.units,
+            pieces.last_units,
+            pieces.count,
+            *stored.shape[2:],
         )
 
 

@@ -44,7 +44,8 @@ def find_scales(w: Any, panel: int, piece: int, at: int, to: int, centre: int) -
 @ordered
 def _find_factors(w: Any, panel: int, piece: int) -> Any:
     """Return the address of the factors of a piece's scales and offsets."""
-    place, planes = piece + w.first_piece, 1 + w.has_offsets
+    place = piece + w.first_piece
+    planes = 1 + w.has_offsets
     num_factors = -(-(-(-w.in_features // w.columns) + w.first_piece) // w.pieces_per_factor)
     return w.factors + (panel * num_factors + place // w.pieces_per_factor) * planes * PLANE
 
@@ -85,7 +86,8 @@ def _move_centre(b: Any, to: Any, centre: Any) -> None:
     """Add scales * centre to offsets."""
     factor = llvm.broadcast(b, b.sitofp(centre, FLOAT), LANES)
     for v in range(VECTORS):
-        place, at = I64(4 * LANES * v), b.add(to, I64(PLANE))
+        place = I64(4 * LANES * v)
+        at = b.add(to, I64(PLANE))
         moved = llvm.multiply_add(b, _load(b, to, place), factor, _load(b, at, place))
         llvm.store_vector(b, moved, b.add(at, place))
 

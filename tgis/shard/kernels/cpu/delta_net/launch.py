@@ -22,8 +22,15 @@ def mix_delta(rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: 
     out = _advance(channels, factors, mixer, layer, states)
     tokens_per_unit = max(1, FEW // sizes.width)
     _choose(kernels.norm_gate, num_tokens <= tokens_per_unit)(
-        *(num_tokens, sizes.width, tokens_per_unit, sizes.head_dim, row_size, as_bits(mixer.eps)),
-        *(rows.data_ptr(), mixer.norm_weight.data_ptr(), out.data_ptr()),
+        num_tokens,
+        sizes.width,
+        tokens_per_unit,
+        sizes.head_dim,
+        row_size,
+        as_bits(mixer.eps),
+        rows.data_ptr(),
+        mixer.norm_weight.data_ptr(),
+        out.data_ptr(),
     )
     return out
 
@@ -31,25 +38,48 @@ def mix_delta(rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: 
 def _prepare(channels: Tensor, gates: Tensor, mixer: DeltaNet) -> Tensor:
     """Scale queries and keys in place. Return the factors of sums and of updates, [num_tokens, 2 *
     num_heads]."""
-    sizes, num_tokens = mixer.sizes, len(channels)
+    sizes = mixer.sizes
+    num_tokens = len(channels)
     factors = empty(num_tokens, 2 * sizes.num_heads)
     tokens_per_unit = max(1, FEW // sizes.group_width)
     _choose(kernels.prepare, num_tokens <= tokens_per_unit)(
-        *(num_tokens, sizes.num_channels, sizes.num_groups, sizes.state_size, sizes.num_heads),
-        *(gates.shape[1], mixer.first_head, tokens_per_unit, channels.data_ptr(), gates.data_ptr()),
-        *(mixer.decay.data_ptr(), mixer.time_bias.data_ptr(), factors.data_ptr()),
+        num_tokens,
+        sizes.num_channels,
+        sizes.num_groups,
+        sizes.state_size,
+        sizes.num_heads,
+        gates.shape[1],
+        mixer.first_head,
+        tokens_per_unit,
+        channels.data_ptr(),
+        gates.data_ptr(),
+        mixer.decay.data_ptr(),
+        mixer.time_bias.data_ptr(),
+        factors.data_ptr(),
     )
     return factors
 
 
 def _advance(channels: Tensor, factors: Tensor, mixer: DeltaNet, layer: int, states: StepStates) -> Tensor:
     """Return the heads' outputs, [num_tokens, width], and update the sums."""
-    sizes, cache, num_tokens = mixer.sizes, states.cache, len(channels)
+    sizes = mixer.sizes
+    cache = states.cache
+    num_tokens = len(channels)
     out = empty(num_tokens, sizes.width)
     _choose(kernels.advance, num_tokens * sizes.width * sizes.state_size < FEW)(
-        *(num_tokens, len(states.slots), sizes.num_heads, sizes.head_dim, sizes.num_groups, sizes.state_size),
-        *(states.slots.data_ptr(), states.begins.data_ptr(), cache.memory.stride(0)),
-        *(cache.sums(layer).data_ptr(), channels.data_ptr(), factors.data_ptr(), out.data_ptr()),
+        num_tokens,
+        len(states.slots),
+        sizes.num_heads,
+        sizes.head_dim,
+        sizes.num_groups,
+        sizes.state_size,
+        states.slots.data_ptr(),
+        states.begins.data_ptr(),
+        cache.memory.stride(0),
+        cache.sums(layer).data_ptr(),
+        channels.data_ptr(),
+        factors.data_ptr(),
+        out.data_ptr(),
         *find_targets(states),
     )
     return out

@@ -19,7 +19,8 @@ def _multiply_panel(w: Any, x: Any, out: int, stride: int, panel: int, ahead: in
     num_tiles = -(-w.num_rows // ROWS)
     for begin in range(0, w.k, w.columns):
         count = min(w.columns, w.k - begin)
-        source, weights = x.address + begin // w.columns * x.block, panel + begin * kind.width
+        source = x.address + begin // w.columns * x.block
+        weights = panel + begin * kind.width
         following = weights + w.columns * kind.width if begin + w.columns < w.k else ahead
         for tile in range(num_tiles):
             first = tile * w.num_rows // num_tiles
@@ -52,7 +53,8 @@ def _multiply_panels(w: Any, x: Any, begin: int, end: int, following: int, sums:
 @reorderable
 def multiply_few_rows(args: Any, w: Any, kind: Any) -> None:
     is_copied = w.num_rows > 1 or kind.columns > 1
-    num_panels, num_blocks = -(-w.out_features // PANEL), -(-w.k // w.columns)
+    num_panels = -(-w.out_features // PANEL)
+    num_blocks = -(-w.k // w.columns)
     unit_panels = max(1, min(_MAX_PANELS, num_panels // (8 * w.num_threads)))
     num_units = -(-num_panels // unit_panels)
     rows_of_x = np.empty(w.num_rows * num_blocks * STRIDE // 4 if is_copied else 1, np.float32)

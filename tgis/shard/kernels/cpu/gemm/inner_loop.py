@@ -161,7 +161,8 @@ def widen(b: Any, to: Any, weights: Any, count: Any, element: Any) -> None:
     step = PANEL * element.bitwidth // 8
 
     def widen_row(k: Any, _: list[Any]) -> list[Any]:
-        source, target = b.add(weights, b.mul(k, I64(step))), b.add(to, b.mul(k, I64(4 * PANEL)))
+        source = b.add(weights, b.mul(k, I64(step)))
+        target = b.add(to, b.mul(k, I64(4 * PANEL)))
         for v in range(_VECTORS):
             loaded = _load_weights(b, source, v * step // _VECTORS, element)
             llvm.store_vector(b, loaded, b.add(target, I64(4 * LANES * v)), align=32)

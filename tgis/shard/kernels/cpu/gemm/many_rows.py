@@ -102,7 +102,8 @@ def _multiply_panels(w: Any, group: Any, panels: Any, scratch: int, kind: Any) -
 def multiply_many_rows(args: Any, w: Any, kind: Any) -> None:
     groups = -(-w.num_rows // MAX_ROWS)
     max_rows = -(-w.num_rows // groups)
-    num_panels, num_blocks = -(-w.out_features // PANEL), -(-w.k // w.columns)
+    num_panels = -(-w.out_features // PANEL)
+    num_blocks = -(-w.k // w.columns)
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * w.num_threads)))
     group_units = -(-num_panels // unit_panels)
     rows_of_x = np.empty(max_rows * num_blocks * STRIDE // 4, np.float32)

@@ -114,7 +114,8 @@ def _multiply_panels(
     stride = w.row_bytes
     for p in range(begin, end):
         columns = min(COLUMNS, w.out_features - p * COLUMNS)
-        out, panel = w.out + first * width + 4 * p * COLUMNS, w.panels + p * panel_bytes
+        out = w.out + first * width + 4 * p * COLUMNS
+        panel = w.panels + p * panel_bytes
         source = w.quantized + first * stride
         next_p = p + 1 if p + 1 < end else following
         ahead = w.panels + next_p * panel_bytes

@@ -32,8 +32,10 @@ class Int8Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         check_rows(x, self.in_features)
-        num_rows, row_bytes = len(x), _count_row_bytes(self.in_features)
-        y, quantized = empty(num_rows, self.out_features), empty(num_rows, row_bytes // 4)
+        num_rows = len(x)
+        row_bytes = _count_row_bytes(self.in_features)
+        y = empty(num_rows, self.out_features)
+        quantized = empty(num_rows, row_bytes // 4)
         sizes = (num_rows, self.in_features, self.out_features)
         addresses = (x.data_ptr(), self.panels.data_ptr(), quantized.data_ptr(), y.data_ptr())
         rows_per_part = max(1, _PART // self.in_features)

@@ -43,5 +43,6 @@ def is_same(kernel: Kernel) -> bool:
     weight = torch.randn(_OUT_FEATURES, _IN_FEATURES, generator=generator)
     x = torch.randn(max(_ROWS), _IN_FEATURES, generator=generator)
     stored = Rounded(TensorInMemory(weight, "random numbers"))
-    actual, expected = product.pack(stored, kernel), product.pack(stored)
+    actual = product.pack(stored, kernel)
+    expected = product.pack(stored)
     return all(torch.equal(actual(x[:count]), expected(x[:count])) for count in _ROWS)

@@ -49,10 +49,12 @@ def _add_group(
     floats, integers = ir.VectorType(FLOAT, _LANES), ir.VectorType(I32, _LANES)
     offsets = [I64(v * ROW_BYTES) for v in range(2)]
     factors = [llvm.load_vector(b, b.add(scales, offset), _LANES) for offset in offsets]
-    is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), llvm.constant(0.0, _LANES)
+    is_cleared = b.icmp_signed("!=", is_first, I64(0))
+    zero = llvm.constant(0.0, _LANES)
 
     def add_row(r: Any, _: list[Any]) -> list[Any]:
-        header, row = b.add(headers, b.mul(r, stride)), b.mul(r, I64(PANEL_ROW))
+        header = b.add(headers, b.mul(r, stride))
+        row = b.mul(r, I64(PANEL_ROW))
         scale = llvm.load_broadcast(b, header, _LANES)
         correction = b.load(llvm.pointer_to(b, I32, header, I64(4)), align=4)
         for factor, offset in zip(factors, offsets, strict=True):
@@ -81,7 +83,8 @@ def _multiply_group(
     if rest > 0:
         write_shapes(memory, rows, rest)
         configure(memory)
-        x, panel = x + count * ROW_BYTES, panel + count * DEPTH * PANEL_ROW
+        x = x + count * ROW_BYTES
+        panel = panel + count * DEPTH * PANEL_ROW
         multiply(memory, sums, sums, PANEL_ROW, x, stride, rows, panel, 1, count == 0, QUADS)
 
 
@@ -93,13 +96,15 @@ def multiply_rows(
     of out and of x."""
     scratch = np.empty(_LINE + 2 * SUMS_BYTES + MEMORY_BYTES, np.uint8)
     sums: Any = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
-    totals, memory = sums + SUMS_BYTES, sums + 2 * SUMS_BYTES
+    totals = sums + SUMS_BYTES
+    memory = sums + 2 * SUMS_BYTES
     for row in range(0, rows, ROWS):
         height = min(ROWS, rows - row)
         write_shapes(memory, height, DEPTH)
         configure(memory)
         for g in range(groups):
-            headers, weights = x + row * stride + g * _X_GROUP, panel + g * _PANEL_GROUP
+            headers = x + row * stride + g * _X_GROUP
+            weights = panel + g * _PANEL_GROUP
             num_quads = GROUP // QUAD if g < groups - 1 else quads
             _multiply_group(memory, sums, headers + HEADER, stride, height, weights, num_quads)
             scales = weights + num_quads * PANEL_ROW

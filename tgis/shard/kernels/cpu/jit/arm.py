@@ -26,6 +26,7 @@ def name_features(capabilities: int) -> list[str]:
 
 def _read_capabilities() -> int:
     read = ctypes.CDLL(None).getauxval
-    read.restype, read.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    read.restype = ctypes.c_ulong
+    read.argtypes = [ctypes.c_ulong]
     value: int = read(AT_HWCAP)
     return value

@@ -131,7 +131,8 @@ def is_compiling() -> bool:
 
 
 def _compile(function: Callable[[Any], None]) -> Any:
-    directory, began = cache_directory(function), time.monotonic()
+    directory = cache_directory(function)
+    began = time.monotonic()
     _compiling.append(function)
     try:
         compiled = _compile_or_read(function, directory)

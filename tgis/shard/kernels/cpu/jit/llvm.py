@@ -24,7 +24,9 @@ class _BfloatType(ir.Type):  # type: ignore[misc]
         return hash(_BfloatType)
 
 
-HALF, FLOAT, BFLOAT = ir.HalfType(), ir.FloatType(), _BfloatType()
+HALF = ir.HalfType()
+FLOAT = ir.FloatType()
+BFLOAT = _BfloatType()
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 FUSED = {"flags": ("contract",)}
 STORED = {types.float32: FLOAT, types.uint16: I16, types.int16: HALF}
@@ -71,7 +73,8 @@ def shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
 def transpose(b: Any, rows: list[Any]) -> list[Any]:
     """Return the columns of a square matrix as vectors. `rows` are vectors, as many as each has lanes, a
     power of two."""
-    count, distance = len(rows), 1
+    count = len(rows)
+    distance = 1
     while distance < count:
         moved = list(rows)
         for i in (i for i in range(count) if not i & distance):
@@ -79,7 +82,8 @@ def transpose(b: Any, rows: list[Any]) -> list[Any]:
             low = [lane + count - distance if lane & distance else lane for lane in range(count)]
             high = [lane + count if lane & distance else lane + distance for lane in range(count)]
             moved[i], moved[i + distance] = shuffle(b, x, y, low), shuffle(b, x, y, high)
-        rows, distance = moved, 2 * distance
+        rows = moved
+        distance = 2 * distance
     return rows
 
 

@@ -14,7 +14,8 @@ def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> T
     assert rows.is_contiguous()
     sizes, cache = mixer.sizes, states.cache
     num_tokens, row_size = rows.shape
-    num_seqs, slot_size = len(states.slots), cache.memory.stride(0)
+    num_seqs = len(states.slots)
+    slot_size = cache.memory.stride(0)
     channels = convolve(rows, mixer.kernel, mixer.kernel_bias, layer, states)
     out = empty(num_tokens, sizes.width)
     step = (states.slots.data_ptr(), states.begins.data_ptr(), slot_size)
@@ -22,18 +23,23 @@ def mix_states(rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> T
     is_small = num_tokens * sizes.width * sizes.state_size < FEW
     scan = kernels.scan if is_small else kernels.scan.parallel
     scan(
-        *(
-            num_tokens,
-            num_seqs,
-            sizes.num_heads,
-            sizes.head_dim,
-            sizes.num_groups,
-            sizes.state_size,
-            row_size,
-        ),
-        *(*step, cache.sums(layer).data_ptr(), channels.data_ptr(), rows.data_ptr()),
-        *(mixer.decay.data_ptr(), mixer.time_bias.data_ptr(), mixer.skip.data_ptr()),
-        *(as_bits(mixer.min_step), as_bits(mixer.max_step), out.data_ptr()),
+        num_tokens,
+        num_seqs,
+        sizes.num_heads,
+        sizes.head_dim,
+        sizes.num_groups,
+        sizes.state_size,
+        row_size,
+        *step,
+        cache.sums(layer).data_ptr(),
+        channels.data_ptr(),
+        rows.data_ptr(),
+        mixer.decay.data_ptr(),
+        mixer.time_bias.data_ptr(),
+        mixer.skip.data_ptr(),
+        as_bits(mixer.min_step),
+        as_bits(mixer.max_step),
+        out.data_ptr(),
         *find_targets(states),
     )
     return out

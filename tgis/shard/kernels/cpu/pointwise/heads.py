@@ -54,7 +54,8 @@ def _rotate_heads(x: Any, dim: int, cosines: Any, sines: Any, out: Any) -> None:
     for h in range(0, x.shape[0] if half else 0, dim):
         source, target = x[h : h + dim], out[h : h + dim]
         for i in range(half):
-            one, other = source[i], source[i + half]
+            one = source[i]
+            other = source[i + half]
             target[i] = one * cosines[i] - other * sines[i]
             target[i + half] = other * cosines[i] + one * sines[i]
         for i in range(2 * half, dim):
@@ -82,7 +83,8 @@ def _split_heads(args: Any) -> None:
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
-            row, values = x[t], x[t, q_size + kv_size : q_size + 2 * kv_size]
+            row = x[t]
+            values = x[t, q_size + kv_size : q_size + 2 * kv_size]
             if normed.size:
                 _normalise_heads(row[:q_size], q_weight, eps, normed[:q_size])
                 _normalise_heads(row[q_size : q_size + kv_size], k_weight, eps, normed[q_size:])

@@ -38,7 +38,8 @@ def _nearest_kernel(element: Any) -> Kernel:
         while first < num_groups:
             for i in range(first, min(num_groups, first + per_unit)):
                 at = i * group
-                to, scale = codes + at, scales + 4 * i
+                to = codes + at
+                scale = scales + 4 * i
                 round_group(x + at * width, group // LANES, bound, num_steps, to, scale, element)
             first = next_unit(args) * per_unit
 

@@ -21,7 +21,8 @@ def round_group(
     Codes are from -bound to bound - 1; the largest magnitude is `num_steps` of them."""
     largest = _find_largest(b, x, num_vectors, element)
     # Infinity and NaN are neither small nor finite.
-    is_small, is_finite = b.fcmp_ordered("<", largest, FLOAT(TINY)), vectors.is_finite(b, largest)
+    is_small = b.fcmp_ordered("<", largest, FLOAT(TINY))
+    is_finite = vectors.is_finite(b, largest)
     largest = b.select(is_small, FLOAT(0.0), largest)
     steps, limit = b.sitofp(num_steps, FLOAT), b.sitofp(bound, FLOAT)
     factor = b.select(b.fcmp_ordered(">", largest, FLOAT(0.0)), b.fdiv(steps, largest), FLOAT(0.0))

@@ -95,7 +95,9 @@ def _sum_products(b: Any, group: _WeightedGroup, codes: list[Any]) -> list[Any]:
 
 def _choose(b: Any, fits: _Fits, middle: Any) -> tuple[Any, Any]:
     """Emit the scale and the offset of the first range with the least error."""
-    least, scale, offset = FLOAT(float("inf")), FLOAT(0.0), middle
+    least = FLOAT(float("inf"))
+    scale = FLOAT(0.0)
+    offset = middle
     for i in range(_COUNT):
         error, *fit = (b.extract_element(each, I32(i)) for each in fits)
         is_better = b.fcmp_ordered("<", error, least)

@@ -48,7 +48,9 @@ DONE, LOST, LATE, MISMATCH = range(4)
 # because the awaited rank may need its processor.
 _NUM_POLLS = 1000
 _NAP_NS = 1_000_000  # after which a waiting rank looks whether others have ended
-_FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 1 << 30
+_FUTEX_WAIT = 0
+_FUTEX_WAKE = 1
+_ALL = 1 << 30
 _MONOTONIC = 1  # clock
 _I64, _F32 = np.int64(0), np.float32(0)
 
@@ -71,7 +73,8 @@ class _RankLink(NamedTuple):
 NUM_LINK_ARGS = len(_RankLink._fields)
 
 
-_enter, _leave = atomic_add(1, "seq_cst"), atomic_add(-1, "seq_cst")
+_enter = atomic_add(1, "seq_cst")
+_leave = atomic_add(-1, "seq_cst")
 
 
 @llvm_function()
@@ -115,7 +118,8 @@ def _share(link: _RankLink, source: int, num_bytes: int) -> int:
 @ordered
 def _await_others(link: _RankLink, number: int, num_bytes: int) -> int:
     """Wait until all ranks have given their parts of a round. Return the outcome."""
-    polls, outcome = 0, DONE
+    polls = 0
+    outcome = DONE
     state = carray(pointer(link.state, _I64), STATE_FDS)
     state[_BEGIN] = 0
     for rank in range(link.num_ranks):
@@ -141,7 +145,8 @@ def _sleep(link: _RankLink, rank: int, number: int) -> int:
     in time."""
     state = carray(pointer(link.state, _I64), STATE_FDS)
     state[_NAP], state[_NAP + 1] = 0, _NAP_NS
-    header, nap = _header(link, rank), link.state + 8 * _NAP
+    header = _header(link, rank)
+    nap = link.state + 8 * _NAP
     num_sleeping = pointer(header + 8 * _NUM_SLEEPING, _I64)
     _enter(num_sleeping)
     full_fence()
@@ -191,7 +196,8 @@ def _all_reduce(args: Any) -> None:
     address, count = operands(args, 1 + NUM_LINK_ARGS, 2)
     num_in_slot = link.slot_bytes // 4
     for begin in range(0, count, num_in_slot):
-        size, place = min(num_in_slot, count - begin), address + 4 * begin
+        size = min(num_in_slot, count - begin)
+        place = address + 4 * begin
         number = _share(link, place, 4 * size)
         if number == 0:
             return

@@ -105,21 +105,26 @@ def _convolve(args: Any) -> None:
     begins = carray(pointer(begins_address, _I64), (num_seqs + 1,))
     targets = carray(pointer(targets_address, _I64), (num_targets,))
     rows = carray(pointer(x_address, _F32), (num_tokens, row_size))
-    num_parts, before = (channels + CHANNELS - 1) // CHANNELS, kernel_size - 1
+    num_parts = (channels + CHANNELS - 1) // CHANNELS
+    before = kernel_size - 1
     # Inputs of the window, followed by those of the tokens that need it.
     early = np.empty((2 * before + 1, CHANNELS), np.float32)
     unit = next_unit(args)
     while unit < num_seqs * num_parts:
-        sequence, first = unit // num_parts, unit % num_parts * CHANNELS
+        sequence = unit // num_parts
+        first = unit % num_parts * CHANNELS
         last = min(first + CHANNELS, channels)
-        begin, end, slot = begins[sequence], begins[sequence + 1], slots[sequence]
+        begin = begins[sequence]
+        end = begins[sequence + 1]
+        slot = slots[sequence]
         window = carray(pointer(windows_address + slot * slot_size * _BYTES, _F32), (before, channels))
         for i in range(before if end > begin else 0):
             _copy(window[i, first:last], early[i, : last - first])
         for t in range(begin, min(end, begin + before)):
             _copy(rows[t, column + first : column + last], early[before + t - begin, : last - first])
         for t in range(begin, end):
-            x, stride = early.ctypes.data + (t - begin) * CHANNELS * _BYTES, CHANNELS * _BYTES
+            x = early.ctypes.data + (t - begin) * CHANNELS * _BYTES
+            stride = CHANNELS * _BYTES
             if t >= begin + before:
                 x = x_address + ((t - before) * row_size + column + first) * _BYTES
                 stride = row_size * _BYTES

@@ -12,16 +12,28 @@ FEW = 1 << 14  # multiplications, below which several threads cost more than the
 def convolve(rows: Tensor, kernel: Tensor, bias: Tensor, layer: int, states: StepStates) -> Tensor:
     """Return silu of the causal convolution of the channels that follow the gate in rows, [num_tokens,
     num_channels], and update the windows."""
-    sizes, cache = states.cache.shape.sizes, states.cache
+    sizes = states.cache.shape.sizes
+    cache = states.cache
     num_tokens, row_size = rows.shape
     channels = empty(num_tokens, sizes.num_channels)
     is_small = num_tokens * sizes.num_channels * sizes.kernel_size < FEW
     run = convolution.convolve if is_small else convolution.convolve.parallel
     run(
-        *(num_tokens, len(states.slots), sizes.num_channels, sizes.kernel_size, row_size, sizes.width),
-        *(states.slots.data_ptr(), states.begins.data_ptr(), cache.memory.stride(0)),
-        *(cache.windows(layer).data_ptr(), rows.data_ptr()),
-        *(kernel.data_ptr(), bias.data_ptr(), channels.data_ptr(), *find_targets(states)),
+        num_tokens,
+        len(states.slots),
+        sizes.num_channels,
+        sizes.kernel_size,
+        row_size,
+        sizes.width,
+        states.slots.data_ptr(),
+        states.begins.data_ptr(),
+        cache.memory.stride(0),
+        cache.windows(layer).data_ptr(),
+        rows.data_ptr(),
+        kernel.data_ptr(),
+        bias.data_ptr(),
+        channels.data_ptr(),
+        *find_targets(states),
     )
     return channels
 

@@ -56,11 +56,14 @@ def draw_codes(layout: CodeLayout, in_features: int, num_rows: int = NUM_ROWS) -
     lowest = 0 if layout.dtype == torch.uint8 else -(1 << (layout.bits - 1))
     shape = num_rows, in_features
     if layout.dtype == torch.float8_e4m3fn:
-        values, spread = torch.randn(shape, generator=generator).to(layout.dtype), 1.0
+        values = torch.randn(shape, generator=generator).to(layout.dtype)
+        spread = 1.0
     else:
         drawn = torch.randint(lowest, lowest + (1 << layout.bits), shape, generator=generator)
-        values, spread = drawn.to(layout.dtype), 1.0 if layout.table else (1 << layout.bits) / 4
-    group, group_of = layout.group or in_features, None
+        values = drawn.to(layout.dtype)
+        spread = 1.0 if layout.table else (1 << layout.bits) / 4
+    group = layout.group or in_features
+    group_of = None
     if layout.is_reordered:
         group = min(64, in_features)
         group_of = (torch.arange(in_features) // group)[torch.randperm(in_features, generator=generator)]

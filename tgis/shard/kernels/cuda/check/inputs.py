@@ -134,12 +134,14 @@ class Draw:
 def _norms(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     draw = Draw(device)
     size = sizes.hidden_size
-    x, delta = draw.normal(3, size), draw.normal(3, size, dtype=dtype)
+    x = draw.normal(3, size)
+    delta = draw.normal(3, size, dtype=dtype)
     weight, bias = draw.normal(size), draw.normal(size)
     yield Input((x, delta, weight, None, 1e-5, False, dtype), results=(0,))
     yield Input((x, delta, weight, bias, 1e-5, True, dtype), results=(0,))
     yield Input((x, None, weight, None, 1e-5, False, torch.float32), results=(0,))
-    parts, of_branch = draw.normal(4, 3, size), torch.float32 if dtype == torch.float16 else dtype
+    parts = draw.normal(4, 3, size)
+    of_branch = torch.float32 if dtype == torch.float16 else dtype
     yield Input((x, parts, weight, None, 1e-5, False, dtype, of_branch), results=(0,))
 
 
@@ -194,7 +196,8 @@ class _DrawnCache(NamedTuple):
 
 def _draw_caches(draw: Draw, dtype: torch.dtype, sizes: KernelSizes) -> list[_DrawnCache]:
     """Return the same keys and values for each type of the cache."""
-    pages, tables = _draw_pages(draw, dtype, sizes), draw.permutation(NUM_BLOCKS - 1).view(3, -1)
+    pages = _draw_pages(draw, dtype, sizes)
+    tables = draw.permutation(NUM_BLOCKS - 1).view(3, -1)
     return [
         _DrawnCache((*(page.to(each or dtype) for page in pages), tables), _find_scale(each))
         for each in sizes.cache_types
@@ -227,7 +230,8 @@ def _tiles(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
 
 def _steps(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     """Yield a step with two single tokens, the second in an ended row, and two tokens of another sequence."""
-    draw, rows = Draw(device), draw_rows(device, sizes.vocab_size)
+    draw = Draw(device)
+    rows = draw_rows(device, sizes.vocab_size)
     staged = StagedStep(
         seq_rows=draw.integers([1, 4, 2]),
         seq_ends=draw.integers([300, 9, 40]),
@@ -248,10 +252,12 @@ def _steps(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
 
 
 def _samples(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
-    draw, rows = Draw(device), draw_rows(device, sizes.vocab_size)
+    draw = Draw(device)
+    rows = draw_rows(device, sizes.vocab_size)
     logits = 3 * draw.normal(NUM_ROWS, sizes.vocab_size)
     logits[5, 7] = torch.nan
-    sampled, answers = draw.integers([3, 1, NUM_ROWS, 0, 4, 2]), draw.integers([[-1, -1]] * NUM_ROWS)
+    sampled = draw.integers([3, 1, NUM_ROWS, 0, 4, 2])
+    answers = draw.integers([[-1, -1]] * NUM_ROWS)
     yield Input((logits, rows, sampled, answers), results=(1, 3), overwritten=0)
     logits = 3 * draw.normal(NUM_ROWS - 1, sizes.vocab_size)
     asked = DetailQuestions(torch.zeros_like(logits), draw.integers([[0] * len(Query)] * len(logits)))
@@ -263,7 +269,8 @@ def _samples(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMAL
 
 def _questions(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     """Yield questions of which one is not asked, about scores with ties and excluded tokens."""
-    draw, count = Draw(device), 4
+    draw = Draw(device)
+    count = 4
     scores = 3 * draw.normal(count, sizes.vocab_size)
     scores[1] = scores[1].round()
     scores[2, 3:] = -torch.inf
@@ -292,8 +299,10 @@ def _accepted(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMA
         sampled_rows=draw.integers([1, NUM_ROWS, NUM_ROWS, 2, NUM_ROWS, 3, NUM_ROWS, 0, 4]),
         sampled_x=draw.integers([0, 1, 2, 3, 4, 5, 6, 7, 9]),
     )
-    is_sampled, has_ended = int(Flag.SAMPLED), int(Flag.SAMPLED | Flag.ENDED)
-    first, none = [7, is_sampled], [0, 0]
+    is_sampled = int(Flag.SAMPLED)
+    has_ended = int(Flag.SAMPLED | Flag.ENDED)
+    first = [7, is_sampled]
+    none = [0, 0]
     alone = [[3, is_sampled], none, [2, has_ended], none, [6, is_sampled], [5, is_sampled]]
     for second in (none, [8, is_sampled]):
         answers = draw.integers([first, second, none, *alone])
@@ -323,15 +332,20 @@ def _draw_spans(draw: Draw) -> Spans:
 
 def draw_mamba(draw: Draw, sizes: StateSizes) -> Mamba2:
     channels, heads = sizes.num_channels, sizes.num_heads
-    kernel, bias = draw.normal(sizes.kernel_size, channels), draw.normal(channels)
-    decay, time_bias, skip = -draw.normal(heads).abs(), draw.normal(heads), draw.normal(heads)
+    kernel = draw.normal(sizes.kernel_size, channels)
+    bias = draw.normal(channels)
+    decay = -draw.normal(heads).abs()
+    time_bias = draw.normal(heads)
+    skip = draw.normal(heads)
     return Mamba2(sizes, kernel, bias, decay, time_bias, skip, draw.normal(sizes.width), 1e-5)
 
 
 def draw_delta(draw: Draw, sizes: StateSizes) -> DeltaNet:
     channels, heads = sizes.num_channels, sizes.num_heads
-    kernel, bias = draw.normal(sizes.kernel_size, channels), draw.normal(channels)
-    decay, time_bias = -draw.normal(heads).abs(), draw.normal(heads)
+    kernel = draw.normal(sizes.kernel_size, channels)
+    bias = draw.normal(channels)
+    decay = -draw.normal(heads).abs()
+    time_bias = draw.normal(heads)
     weight = draw.normal(sizes.head_dim)
     return DeltaNet(sizes, 1, heads + _HEADS_OF_OTHERS, kernel, bias, decay, time_bias, weight, 1e-5)
 
@@ -348,11 +362,10 @@ def _mamba_scans(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = 
     if (states := sizes.states) is not None:
         draw, num_tokens = Draw(device), sum(_COUNTS)
         width = states.width + states.num_channels + states.num_heads
-        rows, channels = (
-            draw.normal(num_tokens, width, dtype=dtype),
-            draw.normal(num_tokens, states.num_channels),
-        )
-        memory, spans = _draw_memory(draw, states), _draw_spans(draw)
+        rows = draw.normal(num_tokens, width, dtype=dtype)
+        channels = draw.normal(num_tokens, states.num_channels)
+        memory = _draw_memory(draw, states)
+        spans = _draw_spans(draw)
         yield Input((rows, channels, draw_mamba(draw, states), memory, spans), results=(3,))
 
 
@@ -362,17 +375,21 @@ def _delta_scans(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = 
         mixer = draw_delta(draw, states)
         gates = draw.normal(num_tokens, 2 * mixer.total_heads)
         channels = draw.normal(num_tokens, states.num_channels)
-        memory, spans = _draw_memory(draw, states), _draw_spans(draw)
+        memory = _draw_memory(draw, states)
+        spans = _draw_spans(draw)
         yield Input((gates, channels, mixer, memory, spans), results=(3,))
 
 
 def _keeps(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     if (states := sizes.states) is not None:
-        draw, num_tokens, num_heads = Draw(device), sum(_COUNTS), states.num_heads
+        draw = Draw(device)
+        num_tokens = sum(_COUNTS)
+        num_heads = states.num_heads
         rows = draw.normal(num_tokens, states.width + states.num_channels + num_heads, dtype=dtype)
         gates = draw.normal(num_tokens, 2 * (num_heads + _HEADS_OF_OTHERS))
         channels = draw.normal(num_tokens, states.num_channels)
-        memory, spans = _draw_memory(draw, states), _draw_spans(draw)
+        memory = _draw_memory(draw, states)
+        spans = _draw_spans(draw)
         last = rows.shape[1] - num_heads
         for heads in (HeadInputs(rows, (last,), num_heads), HeadInputs(gates, (1, num_heads), num_heads)):
             yield Input((rows, states.width, channels, heads, memory, spans), results=(4,))
@@ -416,7 +433,8 @@ def _fill_slots(
         parts = []
         for rank, first, width in of_slot:
             shape = (in_features, rank) if is_table else (rank, in_features)
-            a, b = draw.normal(*shape) / in_features**0.5, draw.normal(rank, width) / rank**0.5
+            a = draw.normal(*shape) / in_features**0.5
+            b = draw.normal(rank, width) / rank**0.5
             parts.append(LowRank(a if is_table else a.t(), b, first))
         adapter = slots.held[slot] = Adapter({"layer": tuple(parts)})
         words = torch.from_numpy(slots.describe(adapter)).to(draw.device)
@@ -427,8 +445,10 @@ def _fill_slots(
 def _mixes(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     if (experts := sizes.experts) is None:
         return
-    draw, num_tokens = Draw(device), 5
-    x, factors = draw.normal(num_tokens, experts.width), draw.normal(num_tokens, 2).abs()
+    draw = Draw(device)
+    num_tokens = 5
+    x = draw.normal(num_tokens, experts.width)
+    factors = draw.normal(num_tokens, 2).abs()
     chosen = draw.integers([[0, 2], [2, 0], [3, 2], [2, 3], [0, 3]], torch.int64)  # of four experts
     for name, is_gated, has_bias, tile in (
         ("silu", True, False, FEW_ROWS),
@@ -452,7 +472,8 @@ def _draw_expert(
 
 def _few_products(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     """Yield products with and without parts of the columns, a bias and results of float32."""
-    draw, num_outputs = Draw(device), multiply_few.OUTPUTS + 6
+    draw = Draw(device)
+    num_outputs = multiply_few.OUTPUTS + 6
     for in_features in (sizes.hidden_size, max(sizes.ffn_size, 8 * multiply_few.TILE)):
         x = draw.normal(3, in_features, dtype=dtype)
         weight = (draw.normal(num_outputs, in_features) / in_features**0.5).to(dtype)
@@ -464,7 +485,8 @@ def _few_products(device: torch.device, dtype: torch.dtype, sizes: KernelSizes =
 
 def _parts(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     draw = Draw(device)
-    parts, bias = draw.normal(4, 3, sizes.hidden_size), draw.normal(sizes.hidden_size, dtype=dtype)
+    parts = draw.normal(4, 3, sizes.hidden_size)
+    bias = draw.normal(sizes.hidden_size, dtype=dtype)
     yield Input((parts, bias, dtype))
     yield Input((parts, None, torch.float32))
 

@@ -97,9 +97,11 @@ def multiply_codes_kernel(
     HAS_PARTS: tl.constexpr,
 ):
     """Compute ROWS rows of a panel's outputs over the `part_size` tiles of a part."""
-    panel, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    panel = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row, row = row < num_rows, row.to(tl.int64)
+    is_row = row < num_rows
+    row = row.to(tl.int64)
     begin, end = part * part_size, tl.minimum((part + 1) * part_size, weight.num_tiles)
     total = sum_tiles(x, weight, row, is_row, in_features, panel, begin, end, FORM, ROWS)
     column = panel * FORM.outputs + tl.arange(0, FORM.outputs)
@@ -125,8 +127,14 @@ def launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dty
         return add_parts.launch(out, bias, dtype) if has_parts else out
     rows = next((rows for rows in STAGES if rows >= num_rows), max(STAGES))
     multiply_codes_kernel[(triton.cdiv(num_rows, rows), weight.num_panels, num_parts)](
-        *(x, CodeArguments.of(weight), None if has_parts else bias, out),
-        *(num_rows, in_features, weight.out_features, triton.cdiv(weight.num_tiles, num_parts)),
+        x,
+        CodeArguments.of(weight),
+        None if has_parts else bias,
+        out,
+        num_rows,
+        in_features,
+        weight.out_features,
+        triton.cdiv(weight.num_tiles, num_parts),
         FORM=CodeForm.of(weight),
         ROWS=rows,
         HAS_PARTS=has_parts,

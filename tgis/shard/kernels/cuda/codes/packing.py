@@ -15,7 +15,8 @@ _ELEMENTS = 1 << 22  # approximate number of codes packed at a time
 _FLOAT8 = torch.float8_e4m3fn
 _SMALL = torch.float16, torch.bfloat16
 _ONE_GROUP = 1 << 24  # pieces of a group that holds all columns
-_MAX_ZERO, _ZERO_BYTES = 1 << 10, 2
+_MAX_ZERO = 1 << 10
+_ZERO_BYTES = 2
 
 
 def can_pack(layout: CodeLayout) -> bool:
@@ -68,7 +69,8 @@ def pack(weight: Stored, device: torch.device) -> PackedCodes:
     out_features, in_features = weight.shape
     columns = _find_columns(weight, layout)
     step = max(1, _ELEMENTS // (OUTPUTS * in_features)) * OUTPUTS
-    codes, planes = torch.empty(0), list[_Part]()
+    codes = torch.empty(0)
+    planes = list[_Part]()
     for first in range(0, out_features, step):
         part = _pack_rows(weight.codes(slice(first, first + step)), columns, weight.label)
         if not first:
@@ -80,7 +82,8 @@ def pack(weight: Stored, device: torch.device) -> PackedCodes:
         *(_join([getattr(each, name) for each in planes]) for name in ("scales", "offsets"))
     )
     assert scales is not None
-    zeros, order = _join([each.zeros for each in planes]), columns.order
+    zeros = _join([each.zeros for each in planes])
+    order = columns.order
     return PackedCodes(
         out_features=out_features,
         in_features=in_features,
@@ -132,7 +135,9 @@ def _find_columns(weight: Stored, layout: CodeLayout) -> _Columns:
 
 def _pack_rows(codes: Codes, columns: _Columns, label: str) -> _Part:
     """Pack rows that begin with a panel."""
-    centre, order, tile = _find_centre(codes.layout), columns.order, 2 * columns.piece
+    centre = _find_centre(codes.layout)
+    order = columns.order
+    tile = 2 * columns.piece
     values = codes.values.contiguous().view(torch.uint8)
     if centre:
         values = values + centre  # modulo 256

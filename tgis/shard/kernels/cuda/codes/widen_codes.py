@@ -20,7 +20,8 @@ NUM_WARPS = 4
 @triton.jit
 def widen_codes_kernel(weight, out, in_features, out_features, FORM: tl.constexpr):
     """Convert tile `program_id(0)` of panel `program_id(1)`."""
-    tile, panel = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    panel = tl.program_id(1).to(tl.int64)
     codes, other_codes = load_codes(weight, panel, tile, FORM)
     row = panel * FORM.outputs + tl.arange(0, FORM.outputs)
     for half in tl.static_range(2):
@@ -40,7 +41,10 @@ def launch(weight: PackedCodes, dtype: torch.dtype) -> Tensor:
     """Return the weights as `dtype`, [out_features, in_features]."""
     out = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.codes.device)
     widen_codes_kernel[(weight.num_tiles, weight.num_panels)](
-        *(CodeArguments.of(weight), out, weight.in_features, weight.out_features),
+        CodeArguments.of(weight),
+        out,
+        weight.in_features,
+        weight.out_features,
         FORM=CodeForm.of(weight),
         num_warps=NUM_WARPS,
     )

@@ -90,7 +90,8 @@ def answer(
     if tl.load(query + IS_ASKED) == 0:
         return
     block = tl.arange(0, SIZES.padded_blocks)
-    at, is_block = sample * SIZES.num_blocks + block, block < SIZES.num_blocks
+    at = sample * SIZES.num_blocks + block
+    is_block = block < SIZES.num_blocks
     block_tops = tl.load(tops + at, mask=is_block, other=-INF)
     rank = 1 + tl.sum(tl.load(counts + at, mask=is_block, other=0), 0)
     top, log_mass = _sum_masses(block_tops, tl.load(masses + at, mask=is_block, other=0), SIZES)
@@ -175,7 +176,8 @@ def _find_edge(own, peaks, chosen, top, top_n, SIZES: tl.constexpr):
     """Return the key of the `top_n`-th highest score, or of the lowest finite score if there are fewer.
 
     It is at least the `top_n`-th highest score of groups. Higher scores are in fewer than `top_n` groups."""
-    peak_keys, highest = _load_peaks(peaks, SIZES), order_keys(top)
+    peak_keys = _load_peaks(peaks, SIZES)
+    highest = order_keys(top)
     low = _find_nth(peak_keys, top_n, highest * 0 + EXCLUDED_KEY, highest)
     num_groups = _choose_groups(peak_keys, low + 1, chosen, SIZES.max_above)
     _, values = _load_groups(own, chosen, 0, num_groups, SIZES.max_above, SIZES)

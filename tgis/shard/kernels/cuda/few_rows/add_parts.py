@@ -44,7 +44,12 @@ def launch(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return out
     is_early = is_dependent(parts.device)
     add_parts_kernel[(num_rows, triton.cdiv(out_features, BLOCK))](
-        *(parts, bias, out, num_rows, out_features, num_parts),
+        parts,
+        bias,
+        out,
+        num_rows,
+        out_features,
+        num_parts,
         BLOCK=BLOCK,
         IS_DEPENDENT=is_early,
         num_warps=NUM_WARPS,

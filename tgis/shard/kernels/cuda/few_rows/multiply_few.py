@@ -93,9 +93,16 @@ def launch(
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, num_parts: int) -> None:
-    (out_features, in_features), is_early = weight.shape, is_dependent(x.device)
+    out_features, in_features = weight.shape
+    is_early = is_dependent(x.device)
     multiply_few_kernel[(triton.cdiv(out_features, OUTPUTS), num_parts)](
-        *(x, weight, bias, out, len(x), in_features, out_features),
+        x,
+        weight,
+        bias,
+        out,
+        len(x),
+        in_features,
+        out_features,
         triton.cdiv(triton.cdiv(in_features, TILE), num_parts),
         OUTPUTS=OUTPUTS,
         TILE=TILE,

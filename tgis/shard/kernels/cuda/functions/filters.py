@@ -54,7 +54,8 @@ def mass_scale(vocab_size: int) -> float:
 def find_limits(logits: Tensor, sampled_rows: Tensor, words: Tensor, highest: Tensor) -> Tensor:
     """Return the limits of each sample, int32 [n, NUM_LIMITS]. Those of rows without filters are undefined.
     highest: float32 [n, num_peaks], the highest logit of each block."""
-    (num_samples, vocab_size), num_peaks = logits.shape, highest.shape[1]
+    num_samples, vocab_size = logits.shape
+    num_peaks = highest.shape[1]
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     sizes = FilterSizes(
         vocab_size,

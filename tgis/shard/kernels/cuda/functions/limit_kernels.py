@@ -79,7 +79,8 @@ def _load_candidates(source, start, SIZES: tl.constexpr):
     """Return scores and ids of a chunk of the list, or of the vocabulary if there is no list."""
     logits, scores, ids, number, is_listed = source
     i = start + tl.arange(0, CHUNK)
-    is_own, is_token = is_listed & (i < number), ~is_listed & (i < SIZES.vocab_size)
+    is_own = is_listed & (i < number)
+    is_token = ~is_listed & (i < SIZES.vocab_size)
     listed = tl.load(scores + i, mask=is_own, other=-INF)
     unlisted = tl.load(logits + i, mask=is_token, other=-INF)
     token_ids = tl.load(ids + i, mask=is_own, other=0)

@@ -45,7 +45,8 @@ UNUSABLE_FLAG = tl.constexpr(Flag.UNUSABLE)
 DETAILS, TOP_N = tl.constexpr(Word.DETAILS), tl.constexpr(Word.TOP_N)
 FINAL, RAW = tl.constexpr(Wanted.FINAL), tl.constexpr(Wanted.RAW)
 TOKEN_ID, QUERY_TOP_N = tl.constexpr(Query.TOKEN_ID), tl.constexpr(Query.TOP_N)
-IS_ASKED, QUERY_SIZE = tl.constexpr(Query.IS_ASKED), tl.constexpr(len(Query))
+IS_ASKED = tl.constexpr(Query.IS_ASKED)
+QUERY_SIZE = tl.constexpr(len(Query))
 
 MAX_FACTOR = tl.constexpr(float(sampler.MAX_FACTOR))
 MIN_FACTOR = tl.constexpr(float(1 / sampler.MAX_FACTOR))
@@ -181,7 +182,8 @@ def _find_stops(ids, stop_ids, num_stop_ids):
 def _treat_stops(scores, is_early, factor, overdue):
     """Return the scores of stop tokens: -inf before `min_new_tokens`, later with the length penalty."""
     exponent = tl.where(is_early, 0, overdue)
-    power, square = tl.full((), 1.0, tl.float64), factor.to(tl.float64)
+    power = tl.full((), 1.0, tl.float64)
+    square = factor.to(tl.float64)
     while exponent > 0:
         power = tl.where(exponent & 1 != 0, power * square, power)
         square *= square

@@ -99,7 +99,8 @@ def launch(groups: Tensor, num_groups: int, tile: int) -> RowTiles:
 
 
 def plain(groups: Tensor, num_groups: int, tile: int) -> RowTiles:
-    device, num_rows = groups.device, len(groups)
+    device = groups.device
+    num_rows = len(groups)
     numbers = torch.arange(num_groups, device=device)
     counts = (groups.unsqueeze(0) == numbers.unsqueeze(1)).sum(1)  # [num_groups]
     ends = counts.cumsum(0)

@@ -79,7 +79,8 @@ def multiply_up(
     IS_SCALED: tl.constexpr,
 ):
     """Write BLOCK_OUT columns of the activated first product of a tile, in the order of the tiles."""
-    tile, first = tl.program_id(0), tl.program_id(1) * BLOCK_OUT
+    tile = tl.program_id(0)
+    first = tl.program_id(1) * BLOCK_OUT
     if tl.load(tiles + 3 * tile + 2) == 0:
         return
     expert, place, is_row, chosen = read_tile(order, tiles, tile, TILE)
@@ -122,7 +123,8 @@ def multiply_down(
     HAS_BIAS: tl.constexpr,
 ):
     """Write BLOCK_OUT columns of the second product of a tile, in the order of the choices."""
-    tile, first = tl.program_id(0), tl.program_id(1) * BLOCK_OUT
+    tile = tl.program_id(0)
+    first = tl.program_id(1) * BLOCK_OUT
     if tl.load(tiles + 3 * tile + 2) == 0:
         return
     expert, place, is_row, chosen = read_tile(order, tiles, tile, TILE)
@@ -172,7 +174,8 @@ def launch(x: Tensor, weights: Tensor, chosen: Tensor, table: ExpertTable, tile:
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if not num_tokens:
         return y
-    first, size = table.experts[0], table.size
+    first = table.experts[0]
+    size = table.size
     rows = group_rows.launch(chosen.flatten().int(), len(table.experts), tile)
     x = (x if table.scales_input else x.to(table.dtype)).contiguous()
     factors = weights.contiguous()
@@ -181,10 +184,15 @@ def launch(x: Tensor, weights: Tensor, chosen: Tensor, table: ExpertTable, tile:
     # Products of float16 models may exceed the range of float16.
     product_type = table.dtype if table.dtype == torch.bfloat16 else torch.float32
     products = torch.empty((count, width), dtype=product_type, device=x.device)
-    blocks = {"TILE": tile, "BLOCK_IN": BLOCK_IN, "BLOCK_OUT": BLOCK_OUT}
-    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES if tile < MANY_ROWS else 3}
+    options = {"TILE": tile, "BLOCK_IN": BLOCK_IN, "BLOCK_OUT": BLOCK_OUT}
+    options |= {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES if tile < MANY_ROWS else 3}
     multiply_up[(len(rows.tiles), triton.cdiv(size, BLOCK_OUT))](
-        *(x, factors, table.addresses, *rows, activated, float(table.gate_scale)),
+        x,
+        factors,
+        table.addresses,
+        *rows,
+        activated,
+        float(table.gate_scale),
         SIZE_IN=width,
         SIZE_OUT=size,
         NUM_CHOSEN=num_chosen,
@@ -192,20 +200,26 @@ def launch(x: Tensor, weights: Tensor, chosen: Tensor, table: ExpertTable, tile:
         IS_GATED=table.activation.is_gated,
         HAS_BIAS=first.up_bias is not None,
         IS_SCALED=table.scales_input,
-        **blocks,
         **options,
     )
     multiply_down[(len(rows.tiles), triton.cdiv(width, BLOCK_OUT))](
-        *(activated, table.addresses, *rows, products),
+        activated,
+        table.addresses,
+        *rows,
+        products,
         SIZE_IN=size,
         SIZE_OUT=width,
         HAS_BIAS=first.down_bias is not None,
-        **blocks,
         **options,
     )
-    sizes = {"SIZE": width, "NUM_CHOSEN": num_chosen, "BLOCK": BLOCK_SUM, "IS_SCALED": table.scales_input}
-    add_chosen[(num_tokens, triton.cdiv(width, BLOCK_SUM))](products, factors, y, **sizes)
+    _add(products, factors, y, table.scales_input)
     return y
+
+
+def _add(products: Tensor, factors: Tensor, y: Tensor, is_scaled: bool) -> None:
+    num_tokens, width = y.shape
+    sizes = {"SIZE": width, "NUM_CHOSEN": factors.shape[1], "BLOCK": BLOCK_SUM, "IS_SCALED": is_scaled}
+    add_chosen[(num_tokens, triton.cdiv(width, BLOCK_SUM))](products, factors, y, **sizes)
 
 
 def plain(x: Tensor, weights: Tensor, chosen: Tensor, table: ExpertTable, tile: int) -> Tensor:

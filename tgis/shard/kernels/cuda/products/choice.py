@@ -79,7 +79,9 @@ class ProductChoices:
         if lines:
             logger.info(
                 "products of up to %d rows, microseconds of multiply_few and cuBLAS at %d and %d rows: %s",
-                *(MAX_ROWS, *NUM_ROWS, "; ".join(lines)),
+                MAX_ROWS,
+                *NUM_ROWS,
+                "; ".join(lines),
             )
 
 

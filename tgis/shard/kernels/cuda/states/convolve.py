@@ -68,7 +68,9 @@ def launch(rows: Tensor, column: int, kernel: Tensor, bias: Tensor, windows: Ten
     num_channels], bias: float32 [num_channels]. windows: see `StateMemory`; they are not changed. Rows of
     tokens outside of all spans are undefined."""
     assert rows.is_contiguous(), "rows are contiguous"
-    num_tokens, num_seqs, num_channels = len(rows), len(spans.slots), kernel.shape[1]
+    num_tokens = len(rows)
+    num_seqs = len(spans.slots)
+    num_channels = kernel.shape[1]
     out = torch.empty(num_tokens, num_channels, dtype=torch.float32, device=rows.device)
     parts = 1 if num_tokens <= num_seqs else min(MAX_PARTS, triton.cdiv(num_tokens, TOKENS))
     convolve_kernel[num_seqs, triton.cdiv(num_channels, CHANNELS), parts](

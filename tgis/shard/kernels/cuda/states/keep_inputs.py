@@ -96,7 +96,8 @@ def launch(
     rows: Tensor, column: int, channels: Tensor, heads: HeadInputs, memory: StateMemory, spans: Spans
 ) -> None:
     """Store the newest of new inputs. rows, column: as in `convolve.launch`, whose result is `channels`."""
-    num_seqs, num_channels = len(spans.slots), channels.shape[1]
+    num_seqs = len(spans.slots)
+    num_channels = channels.shape[1]
     keep_inputs_kernel[num_seqs, triton.cdiv(num_channels, CHANNELS) + 1](
         rows,
         channels,
@@ -124,7 +125,8 @@ def plain(
     rows: Tensor, column: int, channels: Tensor, heads: HeadInputs, memory: StateMemory, spans: Spans
 ) -> None:
     slots, begins, starts = (each.long() for each in spans)
-    num_channels, before = channels.shape[1], memory.windows.shape[1]
+    num_channels = channels.shape[1]
+    before = memory.windows.shape[1]
     counts = begins.diff()
     is_live = (counts > 0).view(-1, 1, 1)
     source = counts.unsqueeze(1) - before + torch.arange(before, device=rows.device)  # [num_seqs, before]

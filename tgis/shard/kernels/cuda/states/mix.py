@@ -27,7 +27,9 @@ class StateKernels(Protocol):
 
 def mix_states(kernels: StateKernels, rows: Tensor, mixer: Mamba2, layer: int, states: StepStates) -> Tensor:
     """Implement `Kernels.mix_states`."""
-    sizes, memory, spans = mixer.sizes, StateMemory.of(states, layer), Spans.of(states)
+    sizes = mixer.sizes
+    memory = StateMemory.of(states, layer)
+    spans = Spans.of(states)
     channels = kernels.convolve(rows, sizes.width, mixer.kernel, mixer.kernel_bias, memory.windows, spans)
     y = kernels.scan_mamba(rows, channels, mixer, memory, spans)
     heads = HeadInputs(rows, (rows.shape[1] - sizes.num_heads,), sizes.num_heads)
@@ -39,7 +41,9 @@ def mix_delta(
     kernels: StateKernels, rows: Tensor, gates: Tensor, mixer: DeltaNet, layer: int, states: StepStates
 ) -> Tensor:
     """Implement `Kernels.mix_delta`."""
-    sizes, memory, spans = mixer.sizes, StateMemory.of(states, layer), Spans.of(states)
+    sizes = mixer.sizes
+    memory = StateMemory.of(states, layer)
+    spans = Spans.of(states)
     channels = kernels.convolve(rows, sizes.width, mixer.kernel, mixer.kernel_bias, memory.windows, spans)
     y = kernels.scan_delta(gates, channels, mixer, memory, spans)
     columns = mixer.total_heads + mixer.first_head, mixer.first_head

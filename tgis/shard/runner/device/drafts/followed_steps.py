@@ -86,7 +86,8 @@ class FollowedSteps:
     def take_timers(self) -> list[StreamTimer]:
         """Return the timers of the steps that were followed since the last call. Steps with prompts have
         none, because the router learns from steps without prompts only."""
-        timers, self._timers = self._timers, []
+        timers = self._timers
+        self._timers = []
         return timers
 
     def _have_prompts(self, work: FollowedWork) -> bool:

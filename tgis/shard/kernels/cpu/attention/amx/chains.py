@@ -212,7 +212,8 @@ def _add_group(b: Any, values: _Values, group: Any, weights: list[list[Any]], ch
     begin = b.mul(group, I64(_GROUP))
 
     def add_pair(j: Any, changed: list[Any], halves: range = _HALVES) -> list[Any]:
-        row, offset = b.mul(b.sub(j, begin), values.stride), b.mul(j, I64(4))
+        row = b.mul(b.sub(j, begin), values.stride)
+        offset = b.mul(j, I64(4))
         columns = [b.add(row, I64(4 * LANES * v)) for v in range(values.width)]
         for column in columns:
             llvm.prefetch(b, ahead, column)

@@ -99,7 +99,8 @@ def _copy_values(span: int, u: Any, p: Any, s: Any, memory: Any) -> None:
 
 @reorderable
 def _multiply_values(steps: int, p: Any, s: Any, memory: Any) -> None:
-    stride, width = 4 * p.head_dim, WIDE * LANES
+    stride = 4 * p.head_dim
+    width = WIDE * LANES
     whole = p.head_dim // width * width
     for c in range(0, whole, width):
         to, values = memory.out + 4 * c, memory.values + 4 * c
@@ -141,7 +142,8 @@ def _attend_block(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s:
         adjust_rows(r, rows, span, u, scoring, s)
     is_masked = find_end(first, u, scoring) - span < SPAN or find_first_key(last, scoring) > span
     num_groups = GROUPS if num_keys > SPAN // 2 else GROUPS // 2
-    maxima, sums = s.maxima + 4 * r, s.sums + 4 * s.length * r
+    maxima = s.maxima + 4 * r
+    sums = s.sums + 4 * s.length * r
     if is_masked:
         write_bounds(r, TILE_ROWS, span, u, scoring, s)
     bounds = s.bounds if is_masked else 0
@@ -168,7 +170,8 @@ def _attend_few_rows(span: int, rows: int, u: Any, p: Any, scoring: Any, s: Any,
     if num_keys == 0:
         return
     num_groups = GROUPS if num_keys > SPAN // 2 else GROUPS // 2
-    num_pairs, stride = p.head_dim // pairs.COLUMNS, 4 * p.block_size
+    num_pairs = p.head_dim // pairs.COLUMNS
+    stride = 4 * p.block_size
     multiply_few_queries(rows, num_groups, s.scores, memory.values, num_pairs, s.places, stride)
     if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
         adjust_rows(0, rows, span, u, scoring, s)
@@ -178,7 +181,9 @@ def _attend_few_rows(span: int, rows: int, u: Any, p: Any, scoring: Any, s: Any,
     bounds = s.bounds if is_masked else 0
     update_softmax(rows, num_groups, s.scores, s.maxima, s.updates, s.sums, s.length, bounds, s.factor)
     _split_rows(rows, memory.out, s.scores, 4 * SPAN, SPAN // pairs.COLUMNS)
-    length, factors, places = 4 * s.length, s.updates + 4 * LANES, s.places + 16 * GROUPS
+    length = 4 * s.length
+    factors = s.updates + 4 * LANES
+    places = s.places + 16 * GROUPS
     args = (factors, memory.out, places)
     whole = p.head_dim // (WIDE * LANES) * WIDE * LANES
     for c in range(0, whole, WIDE * LANES):

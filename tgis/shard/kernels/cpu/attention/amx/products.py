@@ -17,7 +17,8 @@ from tgis.shard.kernels.cpu.jit.vectors import LANES, load, multiply_add, prefer
 
 DEPTH = pairs.COLUMNS * TILE_ROWS  # channels or keys of an instruction
 # Tiles 0 to 3 hold results, 4 holds rows, and 6 and 7 hold keys or values.
-_ROWS, _COLUMNS = 4, (6, 7)
+_ROWS = 4
+_COLUMNS = (6, 7)
 WIDE, NARROW = 4, 2  # tiles of results that one call of a PV product computes
 
 
@@ -104,7 +105,8 @@ def add_to_sums(b: Any, rows: Any, sums: Any, sums_stride: Any, factors: Any, ou
 
     def add_row(r: Any, _: list[Any]) -> list[Any]:
         factor = llvm.load_broadcast(b, b.add(factors, b.mul(r, I64(4))), LANES)
-        to, source = b.add(sums, b.mul(r, sums_stride)), b.add(out, b.mul(r, b.mul(n, I64(4))))
+        to = b.add(sums, b.mul(r, sums_stride))
+        source = b.add(out, b.mul(r, b.mul(n, I64(4))))
 
         def add_vector(k: Any, _: list[Any]) -> list[Any]:
             offset = b.mul(k, I64(4 * LANES))

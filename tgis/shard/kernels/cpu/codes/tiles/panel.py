@@ -87,7 +87,8 @@ def clear_scratch(scratch: Any, is_padded: int) -> None:
 @ordered
 def _describe_block(w: Any, rows: int) -> Any:
     step_units = count_step_units(w)
-    steps, depth = -(-w.units // step_units), w.wide_unit // WIDE_ROW * min(w.units, step_units)
+    steps = -(-w.units // step_units)
+    depth = w.wide_unit // WIDE_ROW * min(w.units, step_units)
     wide_bytes = steps * depth * WIDE_ROW
     pieces = 1 if rows <= _SINGLE_PIECE_ROWS else min(_MAX_PIECES, max(1, _BLOCK_BYTES // wide_bytes))
     return _BlockShape(pieces, w.units * w.unit_bytes + w.scale_bytes, wide_bytes, steps, depth)
@@ -117,7 +118,8 @@ def _widen(w: Any, block: Any, to: int, at: int, first: int, following: int, ele
         ahead = find_ahead(w, place, first + i, pieces, following)
         prefetch_lines(ahead, w.scale_bytes)
         codes, soon = place + w.scale_bytes, ahead + w.scale_bytes
-        wide, units = to + i * block.wide_bytes, count_units(w, first + i)
+        wide = to + i * block.wide_bytes
+        units = count_units(w, first + i)
         widen_for_tiles(wide, block.depth * ROW_BYTES, codes, units, w.table, soon, element)
 
 
@@ -148,8 +150,10 @@ def multiply_panel(
 ) -> int:
     """Write the product of rows of x and a panel to y, whose rows are `pitch` numbers apart. The thread's
     next panel is `following`. Return the number of rows for which tiles are configured."""
-    block, pieces = _describe_block(w, rows), count_pieces(w)
-    wide, next_wide = scratch.wide, scratch.wide + _WIDE_BLOCK
+    block = _describe_block(w, rows)
+    pieces = count_pieces(w)
+    wide = scratch.wide
+    next_wide = scratch.wide + _WIDE_BLOCK
     at = w.panels + panel * panel_bytes(w)
     is_whole = w.out_features - panel * COLUMNS >= COLUMNS
     _widen(w, block, wide, at, 0, following, element)
@@ -160,7 +164,8 @@ def multiply_panel(
         # The next block is widened first, because tiles cannot be loaded from memory that is just written.
         if first + count < pieces:
             _widen(w, block, next_wide, at, first + count, following, element)
-        zeros, after = find_zeros(w, panel, first), first * x.piece_bytes
+        zeros = find_zeros(w, panel, first)
+        after = first * x.piece_bytes
         for row in range(0, rows, TILE_ROWS):
             height = min(TILE_ROWS, rows - row)
             if height != configured:

@@ -107,7 +107,8 @@ def _round_to_quads(
     includes_scale = b.icmp_signed("!=", has_offsets, I64(0))
 
     def round_piece(piece: Any, _: list[Any]) -> list[Any]:
-        begin, after = b.add(x, b.mul(piece, b.mul(size, I64(4)))), b.mul(piece, stride)
+        begin = b.add(x, b.mul(piece, b.mul(size, I64(4))))
+        after = b.mul(piece, stride)
 
         def build(masks: Masks) -> None:
             group = round_group(b, begin, masks)
@@ -170,7 +171,8 @@ def _round_pieces(
             given = llvm.load_vector(b, b.add(begin, b.mul(u, I64(4 * UNIT))), count * UNIT)
             rounded = _flush(b, llvm.round_to_bfloat16(b, given))
             store_units(place, u, rounded)
-            floats, [total] = _as_floats(b, rounded), sums
+            floats = _as_floats(b, rounded)
+            [total] = sums
             for first in range(0, count * UNIT, UNIT):
                 total = b.fadd(total, llvm.shuffle(b, floats, floats, [*range(first, first + UNIT)]))
             return [total]
@@ -228,7 +230,8 @@ def round_rows(
     is_whole = not w.order and w.in_features == pieces * w.units * UNIT
     has_padding = not is_few and w.row_bytes > w.units * w.wide_unit // COLUMNS
     for r in range(begin, end):
-        source, place = x + 4 * r * width, to.rows + r * w.row_bytes
+        source = x + 4 * r * width
+        place = to.rows + r * w.row_bytes
         sum_at, scale_at = to.sums + 4 * r, to.scales + 4 * r
         if not is_whole or has_padding:
             for piece in range(pieces):

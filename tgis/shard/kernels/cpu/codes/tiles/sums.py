@@ -21,7 +21,9 @@ from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I32, I64
 
 # Tiles: cells of each vector, rows of x, and weights, in turns.
-X, WEIGHTS, NUM_WEIGHTS = VECTORS, VECTORS + 1, 3
+X = VECTORS
+WEIGHTS = VECTORS + 1
+NUM_WEIGHTS = 3
 CELLS_BYTES = TILE_ROWS * WIDE_ROW  # bytes of the cells of a piece
 _TILE_BYTES = TILE_ROWS * ROW_BYTES
 _FLOATS, _INTEGERS = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES)

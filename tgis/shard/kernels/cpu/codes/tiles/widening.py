@@ -24,7 +24,8 @@ _LINE = 64  # bytes of a cache line
 # Bits by which a word of 4-bit codes is shifted to look up each pair of a unit.
 _SHIFTS = (0, 8, 4, 12)
 
-_WORDS, _INTEGERS = ir.VectorType(I16, 2 * LANES), ir.VectorType(I32, LANES)
+_WORDS = ir.VectorType(I16, 2 * LANES)
+_INTEGERS = ir.VectorType(I32, LANES)
 _BYTES = ir.VectorType(I8, 4 * LANES)
 
 
