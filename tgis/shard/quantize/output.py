@@ -69,7 +69,7 @@ class OutputDirectory:
         for name, tensor in rest:
             if pending and num_bytes + tensor.nbytes > MAX_FILE_BYTES:
                 self._write(file_name(number), pending)
-                number = number + 1
+                number += 1
                 pending = {}
                 num_bytes = 0
             pending[name] = tensor

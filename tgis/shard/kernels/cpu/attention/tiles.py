@@ -275,7 +275,7 @@ def write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> 
         bounds[i, 1] = end
         head += 1
         if head == u.heads:
-            token = token + 1
+            token += 1
             head = 0
 
 

@@ -37,9 +37,9 @@ def _read_part(unit: int, bits: int, column: int, k: int) -> Any:
             if first <= k < first + count:
                 return word >> (bits * (k - first)) & ((1 << bits) - 1)
             code |= word >> (bits * count) << taken
-            part = part + half * size
-            first = first + count
-            taken = taken + rest
+            part += half * size
+            first += count
+            taken += rest
     return code
 
 

@@ -83,8 +83,8 @@ def _multiply_group(
     if rest > 0:
         write_shapes(memory, rows, rest)
         configure(memory)
-        x = x + count * ROW_BYTES
-        panel = panel + count * DEPTH * PANEL_ROW
+        x += count * ROW_BYTES
+        panel += count * DEPTH * PANEL_ROW
         multiply(memory, sums, sums, PANEL_ROW, x, stride, rows, panel, 1, count == 0, QUADS)
 
 

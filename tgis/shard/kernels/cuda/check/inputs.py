@@ -583,7 +583,7 @@ def draw_rows(device: torch.device, vocab_size: int, num_rows: int = NUM_ROWS) -
     """Return rows of 100 tokens, of which 60 are prompt, with all sampling parameters in use, and the idle
     row."""
     draw = Draw(device)
-    num_rows = num_rows + 1
+    num_rows += 1
     words = torch.zeros(num_rows, len(Word), dtype=torch.int32)
     for row in range(num_rows):
         given = _ROWS[row % NUM_ROWS if row < num_rows - 1 else -1]
