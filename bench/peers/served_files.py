@@ -15,7 +15,7 @@ from bench.peers import environments
 from bench.peers.environments import list_cores
 from bench.probe import probing
 from bench.rates import find_ratio, list_sizes
-from bench.service import launch
+from bench.service import BenchError, launch
 from bench.targets import Figure
 from bench.variants import OURS
 
@@ -26,6 +26,7 @@ TITLES = {
     ROUNDED: "ours: the file with `--activations int8`, through the service",
     LLAMA_CPP: "llama.cpp: the file, as a library",
 }
+WITHOUT_REPACKING = "without repacked weights, because it crashes with them on this machine"
 FLAGS = {OURS: (), ROUNDED: ("--activations", "int8")}
 PREFILLS = (512, 1024)
 START_TIMEOUT_S = 300.0
@@ -34,10 +35,11 @@ START_TIMEOUT_S = 300.0
 def measure_file(options: Namespace, file: Path) -> dict[str, Any]:
     """Return figures in the format of `bench.peers`. Raises BenchError."""
     options.cache.mkdir(parents=True, exist_ok=True)
+    repacks = _can_repack(options, file)
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
         contenders: list[Contender] = [stack.enter_context(_serve(options, file, name)) for name in FLAGS]
-        contenders.append(stack.enter_context(_load_with_llama_cpp(options, file)))
+        contenders.append(stack.enter_context(_load_with_llama_cpp(options, file, repacks)))
         sizes = (options.input_tokens, options.new_tokens)
         cases = [Case("decode", count, *sizes) for count in options.clients]
         cases += [Case("prefill", 1, length, 1) for length in PREFILLS]
@@ -47,8 +49,8 @@ def measure_file(options: Namespace, file: Path) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "shape": file.stem,
         "rounds": options.rounds,
-        "titles": TITLES,
-        "figures": [*_compare_rates(samples, names), *_compare_starts(options, file)],
+        "titles": TITLES if repacks else TITLES | {LLAMA_CPP: f"{TITLES[LLAMA_CPP]}, {WITHOUT_REPACKING}"},
+        "figures": [*_compare_rates(samples, names), *_compare_starts(options, file, repacks)],
         "samples": samples,
         "failures": {},
     }
@@ -63,10 +65,18 @@ def _serve(options: Namespace, file: Path, name: str) -> Iterator[Loaded]:
         yield Loaded(name, generator, target)
 
 
+def _can_repack(options: Namespace, file: Path) -> bool:
+    """Return False if llama.cpp's process ends when it uses the layouts of weights that it chooses itself,
+    as version 0.3.36 of its bindings does with files of Q4_1 on processors with AMX."""
+    with contextlib.suppress(BenchError), _load_with_llama_cpp(options, file, repacks=True):
+        return True
+    return False
+
+
 @contextlib.contextmanager
-def _load_with_llama_cpp(options: Namespace, file: Path) -> Iterator[Asked]:
+def _load_with_llama_cpp(options: Namespace, file: Path, repacks: bool) -> Iterator[Asked]:
     python = environments.ensure(environments.LLAMA_CPP, options.peers).absolute()
-    arguments = (str(file.absolute()), str(len(list_cores())))
+    arguments = (str(file.absolute()), str(len(list_cores())), *([] if repacks else ["--no-repack"]))
     log = options.peers / f"{LLAMA_CPP}.log"
     with worker.start("bench.peers.llama_cpp", *arguments, python=python, log=log) as child:
         asked = Asked(LLAMA_CPP, child, START_TIMEOUT_S)
@@ -83,10 +93,10 @@ def _compare_rates(samples: list[Sample], cases: list[str]) -> list[Figure]:
     return [figure for figure in figures if figure is not None]
 
 
-def _compare_starts(options: Namespace, file: Path) -> Iterator[Figure]:
+def _compare_starts(options: Namespace, file: Path, repacks: bool) -> Iterator[Figure]:
     """Yield the service's time to readiness as a multiple of llama.cpp's time to its first response."""
     seconds: dict[str, list[float]] = {OURS: [], LLAMA_CPP: []}
-    starts = {OURS: _serve, LLAMA_CPP: lambda options, file, _: _load_with_llama_cpp(options, file)}
+    starts = {OURS: _serve, LLAMA_CPP: lambda options, file, _: _load_with_llama_cpp(options, file, repacks)}
     for number in range(options.rounds):
         for name in turns(list(seconds), number):
             begin = time.perf_counter()
