@@ -63,7 +63,7 @@ def test_calls_that_are_sent_again(open_client: OpenClient, case: str, is_stream
             assert "".join(part.text for part in client.stream("a")) == "".join(WORDS)
         else:
             assert client.generate("a").text == "a: one two three"
-        assert delay_s <= time.monotonic() - started < delay_s + 1
+        assert delay_s <= time.monotonic() - started < delay_s + 10
     assert len(service.asked) == len(failures) + 1
     assert all(request == service.asked[0] for request in service.asked)
 

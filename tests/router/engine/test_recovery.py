@@ -207,7 +207,7 @@ def test_time_limits_run_on_while_shards_are_lost(pair: Setup) -> None:
         server.stop()
     *_, last = stream
     assert last.stop_reason == 4
-    assert 0.7 <= time.monotonic() - started < 1.5
+    assert 0.7 <= time.monotonic() - started < 5
 
 
 def test_sigterm_lets_streams_finish(pair: Setup) -> None:

@@ -227,7 +227,7 @@ def test_time_limit_returns_the_tokens_so_far(router: Setup) -> None:
         started = time.monotonic()
         criteria = stopping(190, min_new_tokens=190, time_limit_millis=300)
         [response] = router.stub.Generate(batch("a", stopping=criteria)).responses
-        assert 0.3 < time.monotonic() - started < 0.6
+        assert 0.3 < time.monotonic() - started < 5, "all tokens take 9.5 s"
     finally:
         router.shards[0].step_s = 0.001
     assert response.stop_reason == pb.TIME_LIMIT

@@ -311,9 +311,9 @@ async def test_silence(served: ServedHttp, monkeypatch: pytest.MonkeyPatch) -> N
     events = [json.loads(frame[6:]) for frame in frames if frame.startswith(b"data: ")]
     assert [event["index"] for event in events] == [1, 2, 3]
     served.scene.shard.step_s = 0.05
-    monkeypatch.setattr("tgis.router.api.tgi.handler.SILENCE_S", 0.4)
-    answer = await call(served, "/generate_stream", inputs(max_new_tokens=12))
-    assert len(events_of(answer)) == 12, "none while events come"
+    monkeypatch.setattr("tgis.router.api.tgi.handler.SILENCE_S", 1.0)
+    answer = await call(served, "/generate_stream", inputs(max_new_tokens=30))
+    assert len(events_of(answer)) == 30, "none while events come"
 
 
 async def test_client_that_goes(served: ServedHttp) -> None:
