@@ -14,7 +14,7 @@ import torch
 from bench.report import format_table
 from tgis.shard.collectives import ProcessGroup, RendezvousPoint, connect
 from tgis.shard.kernels.cpu.shared_memory.collectives import open_collectives
-from tgis.shard.startup.platform import configure_torch
+from tgis.shard.startup.platforms.interface import configure_torch
 
 SHAPES = ((1, 576), (1, 4096), (32, 576), (32, 4096), (512, 576), (512, 4096))
 ROUNDS, ROUND_S, WARM_UP = 9, 0.05, 20

@@ -20,7 +20,7 @@ from bench.report import format_table
 from bench.shapes import SHAPES, Shape, ensure_checkpoint
 from bench.steps import MAX_LENGTH, Rows, load_runner
 from tgis.shard.runner.interface import ModelRunner
-from tgis.shard.startup.choose_platform import has_fast_bfloat16
+from tgis.shard.startup.platforms.choose_platform import has_fast_bfloat16
 
 BASE = "135m"  # the model with only attention, whose sizes the others share
 ARITHMETICS = ("float32", "auto")

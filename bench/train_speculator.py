@@ -30,8 +30,8 @@ from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.speculators.eagle3 import find_layers
-from tgis.shard.startup.cpu_platform import has_fast_bfloat16, on_cpu
-from tgis.shard.startup.host_runner import HostRunners
+from tgis.shard.startup.platforms.cpu import has_fast_bfloat16, on_cpu
+from tgis.shard.startup.platforms.host_runner import HostRunners
 from tgis_client import Client, Parameters
 
 ALONE = ProcessGroup(0, 1)

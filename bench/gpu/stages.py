@@ -16,7 +16,7 @@ LIBRARIES = (
     "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama",
     "peft",
-    "tgis.shard.startup.cuda_platform",
+    "tgis.shard.startup.platforms.cuda",
     "tgis.shard.startup.load",
     "tests.support.shard.family_cases.all",
     "bench.gpu.cases.features",

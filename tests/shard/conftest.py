@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.shard.checkpoints import CASES, write_llama
 from tests.support.shard.ranks import Ranks
-from tgis.shard.startup.platform import configure_torch
+from tgis.shard.startup.platforms.interface import configure_torch
 
 
 @pytest.fixture(scope="session", autouse=True)

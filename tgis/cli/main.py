@@ -97,7 +97,7 @@ def _receive_options(fd: int, device: str) -> ShardConfig:
     HandoverError."""
     gc.disable()  # imports produce no garbage
     from tgis.shard import server  # noqa: F401
-    from tgis.shard.startup import choose_platform
+    from tgis.shard.startup.platforms import choose_platform
 
     choose_platform.import_platform(device)
     options, fds = receive_options(fd)

@@ -280,7 +280,7 @@ def quantize(
     root = cache_root()
     directory = _find_files(model_name, revision, root)
     from tgis.process.control_groups import count_cores
-    from tgis.shard.startup.platform import configure_torch
+    from tgis.shard.startup.platforms.interface import configure_torch
 
     configure_torch(count_cores())
     if method == "gguf":

@@ -30,7 +30,7 @@ from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.adapters.rpc import AdapterServicer
 from tgis.shard.runner.interface import ModelRunner, Pending
 from tgis.shard.startup.load import load_where_possible, sequence_length
-from tgis.shard.startup.platform import is_gpu_failure
+from tgis.shard.startup.platforms.interface import is_gpu_failure
 from tgis.shard.transport.link import Endpoint, choose_endpoint
 from tgis.shard.transport.step_stream import StepSocket
 

@@ -10,7 +10,7 @@ def load_kernels(target: Target) -> Implementations:
         from tests.support.cuda.interpreter import interpreted
 
         return interpreted()
-    from tgis.shard.startup.cuda_platform import configure_products
+    from tgis.shard.startup.platforms.cuda import configure_products
 
     use_cache(None)
     configure_products()

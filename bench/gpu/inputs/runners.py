@@ -27,7 +27,7 @@ from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import Pending
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides
-from tgis.shard.startup.gpu.timing import time_captured
+from tgis.shard.startup.platforms.gpu.timing import time_captured
 
 BLOCK_SIZE, MAX_ROWS = 16, 256
 CONTEXT = 640  # of a row while it is measured

@@ -39,11 +39,11 @@ from tgis.shard.layers.activation import CLAMPED_SWIGLU
 from tgis.shard.layers.lora import AdapterSet, Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm
 from tgis.shard.memory.host_limits import HostMemory
-from tgis.shard.startup import choose_platform
-from tgis.shard.startup.choose_platform import find_device, make_platform
-from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load
-from tgis.shard.startup.platform import DeviceError, Platform
+from tgis.shard.startup.platforms import choose_platform
+from tgis.shard.startup.platforms.choose_platform import find_device, make_platform
+from tgis.shard.startup.platforms.cpu import ON_CPU
+from tgis.shard.startup.platforms.interface import DeviceError, Platform
 
 CPU = torch.device("cpu")
 KERNELS = TorchKernels(CPU)

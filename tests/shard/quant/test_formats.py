@@ -26,7 +26,7 @@ from tgis.shard.models import registry, skeleton
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.registry import FORMATS
 from tgis.shard.startup import engine_choice
-from tgis.shard.startup.cpu_platform import ON_CPU
+from tgis.shard.startup.platforms.cpu import ON_CPU
 from tgis.shard.startup.quantize import check as quantize_check
 
 # Together these stack, transpose, group, use entries of experts, and use the first of several names.

@@ -29,11 +29,12 @@ from tgis.shard.models.hf_transformers.load import make_spec
 from tgis.shard.quant.schemes import int8
 from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.server import log_failure
-from tgis.shard.startup import choose_platform, engine_choice
+from tgis.shard.startup import engine_choice
 from tgis.shard.startup import load as startup_load
-from tgis.shard.startup.cuda_platform import choose_graph_sizes, find_draft_sizes, find_sizes
 from tgis.shard.startup.load import load, load_where_possible, prepare
-from tgis.shard.startup.platform import DeviceError
+from tgis.shard.startup.platforms import choose_platform
+from tgis.shard.startup.platforms.cuda import choose_graph_sizes, find_draft_sizes, find_sizes
+from tgis.shard.startup.platforms.interface import DeviceError
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from tgis.shard.adapters.loading import open_store
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.startup import warm_up
 from tgis.shard.startup.load import load
-from tgis.shard.startup.memory_plan import GIB, MIB, CacheTooSmallError, ModelTooLargeError
+from tgis.shard.startup.memory import warm_up
+from tgis.shard.startup.memory.memory_plan import GIB, MIB, CacheTooSmallError, ModelTooLargeError
 
 KIB = 1 << 10
 

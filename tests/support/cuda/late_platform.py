@@ -10,9 +10,9 @@ from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
 from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
-from tgis.shard.startup.cuda_platform import make_runner
-from tgis.shard.startup.platform import Platform
-from tgis.shard.startup.ranks.capture_probe import find_rank_obstacle
+from tgis.shard.startup.platforms.cuda import make_runner
+from tgis.shard.startup.platforms.gpu.capture_probe import find_rank_obstacle
+from tgis.shard.startup.platforms.interface import Platform
 
 
 def late_platform(

@@ -11,8 +11,8 @@ from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
 from tgis.shard.memory.kv_cache import KVCache
-from tgis.shard.startup.host_runner import HostRunners
-from tgis.shard.startup.platform import Platform
+from tgis.shard.startup.platforms.host_runner import HostRunners
+from tgis.shard.startup.platforms.interface import Platform
 
 GROUP_SIZE = 8  # at least the group size of all test models; smaller groups could have longer tiles
 

@@ -18,7 +18,7 @@ from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.startup.load import load
-from tgis.shard.startup.platform import Platform
+from tgis.shard.startup.platforms.interface import Platform
 
 
 def load_late(

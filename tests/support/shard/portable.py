@@ -5,8 +5,8 @@ import torch
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.memory.host_limits import HostMemory
-from tgis.shard.startup.host_runner import HostRunners
-from tgis.shard.startup.platform import KernelCompiler, Platform
+from tgis.shard.startup.platforms.host_runner import HostRunners
+from tgis.shard.startup.platforms.interface import KernelCompiler, Platform
 
 NOTHING_TO_COMPILE = KernelCompiler(is_compiling=lambda: False, finish=lambda: None)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tgis.shard.collectives import ProcessGroup, RendezvousPoint, connect
 from tgis.shard.kernels.cpu.shared_memory.collectives import open_collectives
-from tgis.shard.startup.platform import configure_torch
+from tgis.shard.startup.platforms.interface import configure_torch
 
 TIMEOUT_S = 60.0
 ALONE = ProcessGroup(0, 1)

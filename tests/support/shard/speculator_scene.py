@@ -14,7 +14,7 @@ from tests.support.tokenizers.trained import write_byte_level
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import Integers, TokenIds
 from tgis.shard.startup.load import load
-from tgis.shard.startup.platform import Platform
+from tgis.shard.startup.platforms.interface import Platform
 
 VOCAB_SIZE = 403
 EOS = 1

@@ -54,16 +54,18 @@ from tgis.shard.speculators.registry import (
     find_shape,
     load_speculator,
 )
-from tgis.shard.startup import choose_platform, engine_choice, memory_plan
-from tgis.shard.startup.cache_size import CacheSizing
-from tgis.shard.startup.cache_type import CacheType, choose_cache_type, find_float8
-from tgis.shard.startup.cpu_placement import place_threads
+from tgis.shard.startup import engine_choice
 from tgis.shard.startup.engine_choice import TRANSFORMERS, Choice
-from tgis.shard.startup.memory_plan import GIB, KIB, MIB, Demand, MemoryBudget
-from tgis.shard.startup.platform import DraftParts, Platform, RunnerParts, configure_torch
+from tgis.shard.startup.memory import memory_plan
+from tgis.shard.startup.memory.cache_size import CacheSizing
+from tgis.shard.startup.memory.cache_type import CacheType, choose_cache_type, find_float8
+from tgis.shard.startup.memory.memory_plan import GIB, KIB, MIB, Demand, MemoryBudget
+from tgis.shard.startup.platforms import choose_platform
+from tgis.shard.startup.platforms.interface import DraftParts, Platform, RunnerParts, configure_torch
 from tgis.shard.startup.quantize import check as quantize_check
 from tgis.shard.startup.quantize import probe as quantize_probe
 from tgis.shard.startup.quantize.probe import NO_INPUTS, Probe
+from tgis.shard.startup.ranks.cpu_placement import place_threads
 
 logger = logging.getLogger(__name__)
 

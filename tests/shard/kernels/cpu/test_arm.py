@@ -88,7 +88,7 @@ from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.codes.layout import HAS_TABLES
 from tgis.shard.kernels.cpu.int8.inner_loop import ARM_DOT, INSTRUCTION_SET
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
-from tgis.shard.startup.cpu_platform import has_fast_bfloat16
+from tgis.shard.startup.platforms.cpu import has_fast_bfloat16
 x, y = torch.randn(5, 37), torch.randn(5, 37)
 expected = x + y
 assert CPU_KERNELS.add(x, y).equal(expected)

@@ -29,8 +29,8 @@ from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.quant.registry import find_scheme
 from tgis.shard.quant.schemes.weight_only import WEIGHT_ONLY
 from tgis.shard.startup import engine_choice
-from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load
+from tgis.shard.startup.platforms.cpu import ON_CPU
 from tgis.shard.startup.quantize import check as quantize_check
 
 ROUNDING = 2e-5  # error of logits by the order of sums

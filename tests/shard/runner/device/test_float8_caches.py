@@ -18,7 +18,7 @@ from tests.support.shard.stepping import read_config
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import CPU
 from tgis.shard.startup.load import load
-from tgis.shard.startup.platform import Platform
+from tgis.shard.startup.platforms.interface import Platform
 
 NEW_TOKENS = 8
 # A number near the middle of two floats of 8 bits may be stored as either, because sums differ in rounding.

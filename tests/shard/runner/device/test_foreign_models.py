@@ -20,7 +20,7 @@ from tgis.shard.collectives import CPU, ProcessGroup
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.load import load
-from tgis.shard.startup.platform import Platform
+from tgis.shard.startup.platforms.interface import Platform
 
 SIZES = {
     "kv_cache_tokens": 2048,

@@ -23,7 +23,7 @@ from tgis.shard.collectives import MAX_GATHERED_BYTES, ProcessGroup
 from tgis.shard.runner.device.graphs import StepGraphs, StepParts
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.startup.load import load
-from tgis.shard.startup.ranks.capture_probe import find_rank_obstacle
+from tgis.shard.startup.platforms.gpu.capture_probe import find_rank_obstacle
 
 KINDS: list[dict[str, Any]] = [
     GREEDY,

@@ -32,8 +32,8 @@ from tgis.shard.kernels.cuda.attention import CudaAttention
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.proposers.draft_head import DraftHeadProposer
 from tgis.shard.runner.proposers.draft_model import DraftModelProposer
-from tgis.shard.startup.cache_type import FLOAT8
 from tgis.shard.startup.load import load
+from tgis.shard.startup.memory.cache_type import FLOAT8
 
 # Steps of different sizes round sums differently, and a number near the middle of two floats of 8 bits may
 # therefore be stored as either.

@@ -26,9 +26,9 @@ from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.quant.registry import find_scheme
 from tgis.shard.startup import engine_choice
-from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load
-from tgis.shard.startup.platform import DeviceError
+from tgis.shard.startup.platforms.cpu import ON_CPU
+from tgis.shard.startup.platforms.interface import DeviceError
 from tgis.shard.startup.quantize import check as quantize_check
 
 TOLERANCE = 0.05  # mean difference of log-probabilities for models this small and random

@@ -38,7 +38,8 @@ from tgis.shard.kernels.cpu.pointwise import activations, elementwise, heads, no
 
 # Modules that need triton, which torch's build for CPUs lacks.
 _OF_GPUS = tuple(
-    f"{shard.__name__}.{name}" for name in ("kernels.cuda.", "runner.device.", "startup.cuda", "startup.gpu.")
+    f"{shard.__name__}.{name}"
+    for name in ("kernels.cuda.", "runner.device.", "startup.platforms.cuda", "startup.platforms.gpu.")
 )
 _OF_EVERY_ARITHMETIC = (
     packing.pack_codes,

@@ -20,7 +20,7 @@ from tgis.shard.models.spec import Spec
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format, find_scheme
 from tgis.shard.startup.engine_choice import NATIVE, Choice
-from tgis.shard.startup.platform import DeviceError, Platform
+from tgis.shard.startup.platforms.interface import DeviceError, Platform
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from tgis.shard.quant.importance import NO_IMPORTANCE, Importance, choose_import
 from tgis.shard.quant.registry import find_scheme
 from tgis.shard.quant.smoothing import NO_FACTORS, Factors
 from tgis.shard.runner.interface import ModelRunner
-from tgis.shard.startup.memory_plan import GIB
+from tgis.shard.startup.memory.memory_plan import GIB
 from tgis.shard.startup.quantize.smoothing import find_factors, list_readers
 
 logger = logging.getLogger(__name__)

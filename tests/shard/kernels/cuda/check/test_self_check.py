@@ -25,7 +25,7 @@ from tgis.shard.memory.state_cache import StateSizes
 from tgis.shard.models.registry import make_spec
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.speculators.registry import DraftShape
-from tgis.shard.startup.cuda_platform import configure_products, find_draft_sizes, find_sizes
+from tgis.shard.startup.platforms.cuda import configure_products, find_draft_sizes, find_sizes
 
 TWINS = Implementations.plain()
 HALVES = (torch.float16, torch.bfloat16)

@@ -15,8 +15,8 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.runner.interface import ModelRunner
-from tgis.shard.startup.memory_plan import GIB, Demand
-from tgis.shard.startup.platform import Memory
+from tgis.shard.startup.memory.memory_plan import GIB, Demand
+from tgis.shard.startup.platforms.interface import Memory
 
 logger = logging.getLogger(__name__)
 

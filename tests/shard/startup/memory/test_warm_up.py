@@ -9,9 +9,9 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.runner.model_runner import ComputedStep
 from tgis.shard.runner.row_table import RowLimits, find_problem
-from tgis.shard.startup import warm_up
-from tgis.shard.startup.memory_plan import Demand
-from tgis.shard.startup.warm_up import StepSize, WarmUp, extrapolate, largest_step
+from tgis.shard.startup.memory import warm_up
+from tgis.shard.startup.memory.memory_plan import Demand
+from tgis.shard.startup.memory.warm_up import StepSize, WarmUp, extrapolate, largest_step
 
 MIB = 1 << 20
 

@@ -16,7 +16,7 @@ import torch
 from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.portable import plain
 from tgis.shard import server
-from tgis.shard.startup.choose_platform import make_platform
+from tgis.shard.startup.platforms.choose_platform import make_platform
 from tgis.shard.startup.load import load
 
 

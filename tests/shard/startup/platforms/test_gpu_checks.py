@@ -10,9 +10,9 @@ import torch
 from tests.support.cuda.late_device import LateDevice, LateGraph
 from tgis.shard.kernels.cuda.functions import dependent_launch
 from tgis.shard.kernels.cuda.implementations import Implementations
-from tgis.shard.startup.gpu import dependent_launches
-from tgis.shard.startup.gpu.dependent_launches import check_dependent_launches, find_obstacle
-from tgis.shard.startup.gpu.timing import NUM_REPLAYS, time_captured
+from tgis.shard.startup.platforms.gpu import dependent_launches
+from tgis.shard.startup.platforms.gpu.dependent_launches import check_dependent_launches, find_obstacle
+from tgis.shard.startup.platforms.gpu.timing import NUM_REPLAYS, time_captured
 
 KERNELS = Implementations.plain()
 

@@ -19,8 +19,8 @@ from tgis.shard.collectives import CPU, ProcessGroup
 from tgis.shard.memory.cuda import count_left
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.model_runner import ComputedStep
-from tgis.shard.startup.cache_size import CacheSizing
-from tgis.shard.startup.memory_plan import (
+from tgis.shard.startup.memory.cache_size import CacheSizing
+from tgis.shard.startup.memory.memory_plan import (
     GIB,
     MIB,
     CacheTooSmallError,

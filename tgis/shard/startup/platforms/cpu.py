@@ -21,8 +21,8 @@ from tgis.shard.kernels.cpu.jit.compiler import compile_progress, is_compiling
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS, CpuKernels
 from tgis.shard.kernels.cpu.shared_memory.collectives import open_collectives
 from tgis.shard.memory.host_limits import HostMemory
-from tgis.shard.startup.host_runner import HostRunners
-from tgis.shard.startup.platform import KernelCompiler, Platform
+from tgis.shard.startup.platforms.host_runner import HostRunners
+from tgis.shard.startup.platforms.interface import KernelCompiler, Platform
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.startup.memory_plan import (
+from tgis.shard.startup.memory.memory_plan import (
     GIB,
     MIB,
     CacheTooSmallError,

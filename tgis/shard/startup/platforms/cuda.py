@@ -30,10 +30,16 @@ from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.speculators.registry import DraftShape
-from tgis.shard.startup.gpu.dependent_launches import check_dependent_launches
-from tgis.shard.startup.gpu.timing import time_captured
-from tgis.shard.startup.platform import DeviceError, DraftParts, KernelCompiler, Platform, RunnerParts
-from tgis.shard.startup.ranks.capture_probe import find_rank_obstacle
+from tgis.shard.startup.platforms.gpu.capture_probe import find_rank_obstacle
+from tgis.shard.startup.platforms.gpu.dependent_launches import check_dependent_launches
+from tgis.shard.startup.platforms.gpu.timing import time_captured
+from tgis.shard.startup.platforms.interface import (
+    DeviceError,
+    DraftParts,
+    KernelCompiler,
+    Platform,
+    RunnerParts,
+)
 
 logger = logging.getLogger(__name__)
 

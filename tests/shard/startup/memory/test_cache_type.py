@@ -29,16 +29,16 @@ from tests.support.shard.stepping import read_config
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.startup.cache_type import find_float8
-from tgis.shard.startup.cuda_platform import find_sizes
 from tgis.shard.startup.load import load, prepare
-from tgis.shard.startup.memory_plan import Demand, MemoryBudget, allocate, plan_blocks
-from tgis.shard.startup.platform import DeviceError
+from tgis.shard.startup.memory.cache_type import find_float8
+from tgis.shard.startup.memory.memory_plan import Demand, MemoryBudget, allocate, plan_blocks
+from tgis.shard.startup.platforms.cuda import find_sizes
+from tgis.shard.startup.platforms.interface import DeviceError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TYPES = {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "int8": torch.int8}
 FLOAT_TYPES = pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
-ONNX_MODEL = Path(__file__).parents[2] / "data" / "onnx" / "llama"
+ONNX_MODEL = Path(__file__).parents[3] / "data" / "onnx" / "llama"
 SCALES = ((0.03, 0.02), (0.005, 0.3))  # keys and values of each layer
 KIND = pytest.mark.parametrize("kind", TYPES)
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

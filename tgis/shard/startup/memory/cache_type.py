@@ -17,7 +17,7 @@ from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.startup.engine_choice import ONNX, Choice
-from tgis.shard.startup.platform import DeviceError, Platform
+from tgis.shard.startup.platforms.interface import DeviceError, Platform
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.sysfs import pairs, singles, write_machine
 from tgis.process.topology import NumaNode, format_list, read_nodes
-from tgis.shard.startup.cpu_placement import share_cpus
+from tgis.shard.startup.ranks.cpu_placement import share_cpus
 
 TWO_SOCKETS = {0: "0-3,8-11", 1: "4-7,12-15"}
 CLUSTERS = {0: "0-1", 1: "2-3", 2: "4-5", 3: "6-7"}
@@ -72,7 +72,7 @@ PLACE = """
 import json, logging, os, sys
 from pathlib import Path
 import torch
-from tgis.shard.startup.cpu_placement import place_threads
+from tgis.shard.startup.ranks.cpu_placement import place_threads
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 torch.set_num_threads(2)
 x = torch.ones(1 << 20).exp_()

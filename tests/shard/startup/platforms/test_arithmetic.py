@@ -32,9 +32,9 @@ from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import engine_choice
-from tgis.shard.startup.cpu_platform import ON_CPU, has_fast_bfloat16, on_cpu
-from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup.platforms.cpu import ON_CPU, has_fast_bfloat16, on_cpu
+from tgis.shard.startup.platforms.host_runner import HostRunners
 from tgis.shard.startup.quantize import check as quantize_check
 
 TOLERANCE = 0.01  # mean difference of log-probabilities for models this small and random

@@ -12,10 +12,10 @@ from tgis.logs import FIELDS
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
-from tgis.shard.startup import memory_plan
-from tgis.shard.startup.memory_plan import GIB, Demand, MemoryBudget
-from tgis.shard.startup.platform import Platform
-from tgis.shard.startup.warm_up import PLAIN, StepSize, WarmUp, largest_step
+from tgis.shard.startup.memory import memory_plan
+from tgis.shard.startup.memory.memory_plan import GIB, Demand, MemoryBudget
+from tgis.shard.startup.memory.warm_up import PLAIN, StepSize, WarmUp, largest_step
+from tgis.shard.startup.platforms.interface import Platform
 
 logger = logging.getLogger(__name__)
 

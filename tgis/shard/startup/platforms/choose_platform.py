@@ -10,7 +10,7 @@ from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.collectives import CPU
 from tgis.shard.models.interface import ModelSpec
 from tgis.shard.speculators.registry import DraftShape
-from tgis.shard.startup.platform import DeviceError, Platform
+from tgis.shard.startup.platforms.interface import DeviceError, Platform
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def leave_gpus(option: str, obstacle: str, rank: int = 0) -> None:
 
 def has_fast_bfloat16(may_use_amx: bool) -> bool:
     """Return True if this processor multiplies bfloat16 numbers faster than float32."""
-    from tgis.shard.startup.cpu_platform import has_fast_bfloat16
+    from tgis.shard.startup.platforms.cpu import has_fast_bfloat16
 
     return has_fast_bfloat16(may_use_amx)
 
@@ -57,7 +57,7 @@ def import_platform(option: str) -> None:
     """Import the CPU's platform if `option`, as in `find_device`, selects it for every model. This takes a
     while, and needs no model."""
     if option == "cpu" or not torch.cuda.is_available():
-        import tgis.shard.startup.cpu_platform  # noqa: F401
+        import tgis.shard.startup.platforms.cpu  # noqa: F401
 
 
 def make_platform(
@@ -86,12 +86,12 @@ def make_platform(
     `multiplies_int8`, in products with other codes if it `multiplies_codes`, and in those that round
     activations if it `multiplies_rounded` ones. Raises DeviceError."""
     if device.type == "cuda":
-        from tgis.shard.startup.cuda_platform import on_cuda
+        from tgis.shard.startup.platforms.cuda import on_cuda
 
         assert spec is not None, "GPU kernels are compiled for a model"
         weights = dtype, spec, num_ranks, layout, cache_type, draft
         return on_cuda(device, kernel_cache, memory_fraction, *weights)
-    from tgis.shard.startup.cpu_platform import on_cpu
+    from tgis.shard.startup.platforms.cpu import on_cpu
 
     multiplies = (multiplies_int8, multiplies_codes, multiplies_rounded)
     return on_cpu(kernel_cache, cpu_arithmetic, rounds_activations, may_use_amx, *multiplies)

@@ -18,7 +18,7 @@ from tgis.shard.runner.proposers.speculator import SpeculatorProposer
 from tgis.shard.runner.row_table import RowTable
 from tgis.shard.speculators.draft_head import DraftHead
 from tgis.shard.speculators.interface import StageRunner, run_stage
-from tgis.shard.startup.platform import DraftParts, Platform, RunnerParts
+from tgis.shard.startup.platforms.interface import DraftParts, Platform, RunnerParts
 
 
 @dataclass(frozen=True)

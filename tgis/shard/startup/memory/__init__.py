@@ -1,0 +1,1 @@
+"""Memory of a shard, which is measured and divided at its start."""
