@@ -15,6 +15,8 @@ from tgis.router.api.tgi.interface import INTERFACE as TGI
 from tgis.router.api.vllm_engine.interface import INTERFACE as VLLM_ENGINE
 
 if TYPE_CHECKING:
+    import grpc
+
     from tgis.router.api.http.http_api import HttpApi
     from tgis.router.api.http.service_parts import ServiceParts
 
@@ -64,6 +66,18 @@ def served_interfaces(options: PortOptions) -> list[Interface]:
 def model_placeholders(options: PortOptions) -> tuple[str, ...]:
     """Return the placeholders of all served APIs."""
     return tuple(name for each in served_interfaces(options) for name in each.model_placeholders)
+
+
+def served_rpc_services(options: PortOptions) -> list[str]:
+    """Return the names of the gRPC services of all served APIs."""
+    return [each.rules.rpc_service for each in served_interfaces(options) if each.rules.rpc_service]
+
+
+def add_servicers(server: "grpc.aio.Server", parts: "ServiceParts") -> None:
+    """Add the servicers of all served APIs over gRPC."""
+    for interface in served_interfaces(parts.config):
+        if interface.add_servicer is not None:
+            interface.add_servicer(server, parts)
 
 
 def build_http_apis(parts: "ServiceParts") -> list["HttpApi"]:

@@ -11,17 +11,13 @@ from tgis.config.processes import RouterConfig
 from tgis.net.http.routes import PROBE_LIMITS, LimitedApp, LimitedRoute, RouteLimits
 from tgis.net.http.server import serve_http, serve_listener
 from tgis.net.ports import reserve
-from tgis.net.tls import Certificates
-from tgis.process.memory.release import MemoryRelease
-from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
 from tgis.router.api.http.serving.app import ApiGate, Phase, absent_api_routes, api_route, starlette_of
 from tgis.router.api.http.serving.load_header import LoadHeader
 from tgis.router.api.http.serving.metrics_app import metrics_routes
-from tgis.router.api.load_reports import LoadReports
 from tgis.router.api.open_files import share_files
-from tgis.router.metrics.metrics import Metrics
+from tgis.router.api.port_resources import PortResources
 from tgis.router.metrics.scrape import Render
 
 logger = logging.getLogger(__name__)
@@ -33,24 +29,22 @@ class HttpPorts:
     def __init__(
         self,
         config: RouterConfig,
-        is_ready: Callable[[], bool],
-        metrics: Metrics,
+        resources: PortResources,
         apis: Sequence[HttpApi],
-        certificates: Certificates | None,
+        is_ready: Callable[[], bool],
         render: Render,
-        memory: MemoryRelease,
-        reports: LoadReports,
-        tokens: BearerTokens | None,
     ) -> None:
         """Build the ASGI applications. `apis` includes APIs that are not served. `render` returns the text of
-        a scrape. Without `tokens`, calls need none."""
+        a scrape."""
         self._config = config
-        self._certificates = certificates
+        self._certificates = resources.certificates
         self._served = [api for api in apis if api.is_served]
         self._gate: ApiGate | None = None
         if self._served:
-            self._gate = ApiGate(self._served, config, metrics.request_failure, memory, tokens)
-            self._api = LoadHeader(AnswerAccounts(self._gate, self._served, metrics), reports)
+            failures = resources.metrics.request_failure
+            self._gate = ApiGate(self._served, config, failures, resources.memory, resources.tokens)
+            answers = AnswerAccounts(self._gate, self._served, resources.metrics)
+            self._api = LoadHeader(answers, resources.load_reports)
         self._fresh = _fresh_limits(config) if self._gate else PROBE_LIMITS
         self._probes = [*(route for api in self._served for route in api.probes)]
         is_here = self._gate is not None and config.http_api_port is None
