@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field
+from dataclasses import Field, dataclass
 from itertools import pairwise
 from typing import Any, TypeVar, get_args
 
@@ -33,7 +33,6 @@ from tgis.router.api import registry
 logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=ProcessOptions)
-Complete = Callable[[dict[str, Setting], dict[str, Any]], None]
 
 ALIAS = "alias_"  # prefix of the parameter names of aliases
 
@@ -61,43 +60,55 @@ class ProcessCommand(OneLineCommand):
                     formatter.write_dl(rows)
 
 
+@dataclass(frozen=True)
+class ExtraParameters:
+    """Parameters of a command that are not fields of its configuration."""
+
+    parameters: Sequence[click.Parameter]
+    complete: Callable[[dict[str, Setting], dict[str, Any]], None]
+    """Turns the parameters' values into settings. Also reports missing options."""
+
+
 def process_command(
     name: str,
     config_type: type[C],
-    run: Callable[[C], None],
+    run: Callable[[C], None] | None,
     help: str,
     *,
     reads: str = "",
-    extra: Sequence[click.Parameter] = (),
-    complete: Complete | None = None,
-    only_report: bool = False,
+    extra: ExtraParameters | None = None,
     process: str = "",
 ) -> click.Command:
     """Build a command whose options are the fields of `config_type`, `extra` and the aliases.
 
-    `reads` is the command's name in the tables of aliases, `process` its name in JSON lines. `complete`
-    turns the values of `extra` into settings. With `only_report`, the command only prints its settings."""
+    `reads` is the command's name in the tables of aliases, `process` its name in JSON lines. Without `run`,
+    the command only prints its settings."""
 
     def call(**values: Any) -> None:
         context = click.get_current_context()
         fields = json_fields(context, values)
         if fields:
             logs.setup("info", json_output=True, process=fields)
-        settings = {f.name: _setting(context, f, option, hint) for f, option, hint in declared(config_type)}
-        if complete:
-            complete(settings, {one.name: values[one.name] for one in extra if one.name})
+        settings = {
+            field.name: _setting(context, field, option, hint)
+            for field, option, hint in declared(config_type)
+        }
+        if extra:
+            extra.complete(settings, {one.name: values[one.name] for one in extra.parameters if one.name})
         warnings = [(logging.WARNING, text) for text in _read_aliases(context, settings, reads)]
         outcomes = _read_properties(context, settings)
-        if only_report:
+        if run is None:
             print("\n".join([report.describe(settings), *(outcomes.describe() if outcomes else ())]))
-        else:
-            notices = [*warnings, *(outcomes.to_notices(settings) if outcomes is not None else ())]
-            _require_model(context, settings)
-            run(_configure(config_type, settings, notices, fields))
+            return
+        notices = [*warnings, *(outcomes.to_notices(settings) if outcomes is not None else ())]
+        _require_model(context, settings)
+        run(_configure(config_type, settings, notices, fields))
 
-    options = parameters(config_type, is_required=complete is None)
+    options = parameters(config_type, is_required=extra is None)
     aliases = [*map(_alias_flag, _flags_of(reads))]
-    command = ProcessCommand(name, callback=call, params=[*options, *extra, *aliases], help=help)
+    command = ProcessCommand(
+        name, callback=call, params=[*options, *(extra.parameters if extra else ()), *aliases], help=help
+    )
     command.process = process
     return click.version_option(__version__, *VERSION_NAMES)(command)
 
@@ -120,19 +131,19 @@ def _flags_of(command_name: str) -> list[Alias]:
     return [*reversed(flags.values())]
 
 
-def _setting(context: click.Context, f: Field[Any], option: Option, hint: Any) -> Setting:
+def _setting(context: click.Context, field: Field[Any], option: Option, hint: Any) -> Setting:
     if not option.flag:
-        for name in filter(None, (f.name.upper(), option.older_env)):
+        for name in filter(None, (field.name.upper(), option.older_env)):
             if text := os.environ.get(name, "").strip():
                 return Setting(Secret(text) if Secret in get_args(hint) else text, name)
-        return Setting(f.default)
-    value = context.params[f.name]
-    source = context.get_parameter_source(f.name)
+        return Setting(field.default)
+    value = context.params[field.name]
+    source = context.get_parameter_source(field.name)
     if source is ParameterSource.COMMANDLINE:
-        return Setting(value, flag_of(f))
+        return Setting(value, flag_of(field))
     if source is not ParameterSource.ENVIRONMENT:
         return Setting(value)
-    names = (env_of(f), option.older_env)
+    names = (env_of(field), option.older_env)
     return Setting(value, next(name for name in names if name and os.environ.get(name)))
 
 
@@ -266,7 +277,7 @@ def _configure(
     warnings = [*filter(None, [notice]), *check(settings, registry.http_names(), registry.grpc_names())]
     for severity, text in [*notices, *((logging.WARNING, text) for text in warnings)]:
         logger.log(severity, "%s", text)
-    names = [f.name for f, option, _ in declared(config_type) if option.flag]
+    names = [field.name for field, option, _ in declared(config_type) if option.flag]
     given = [
         f"{name}={report.shown(settings[name].value)}" for name in names if settings[name].source != DEFAULT
     ]
