@@ -41,19 +41,24 @@ class ProcessCommand(OneLineCommand):
     """Command whose help lists options by group, and that also accepts vLLM's and TGI's command lines."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        has_compat = any(one.name == "compat" for one in self.params)
+        has_compat = any(parameter.name == "compat" for parameter in self.params)
         compat = _find_compat(args) if has_compat else None
         server = _server(compat)
         if server is not None and server.rewrite is not None:
-            switches = {name for one in self.params if getattr(one, "is_flag", False) for name in one.opts}
+            switches = {
+                name
+                for parameter in self.params
+                if getattr(parameter, "is_flag", False)
+                for name in parameter.opts
+            }
             args = server.rewrite(args, switches)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         records: dict[Group | None, list[tuple[str, str]]] = {group: [] for group in (*Group, None)}
-        for one in self.get_params(ctx):
-            if record := one.get_help_record(ctx):
-                records[getattr(one, "group", None)].append(record)
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                records[getattr(parameter, "group", None)].append(record)
         for group, rows in records.items():
             if rows:
                 with formatter.section(group.value if group else "Options"):
@@ -94,7 +99,8 @@ def process_command(
             for field, option, hint in declared(config_type)
         }
         if extra:
-            extra.complete(settings, {one.name: values[one.name] for one in extra.parameters if one.name})
+            names = [parameter.name for parameter in extra.parameters if parameter.name]
+            extra.complete(settings, {name: values[name] for name in names})
         warnings = [(logging.WARNING, text) for text in _read_aliases(context, settings, reads)]
         outcomes = _read_properties(context, settings)
         if run is None:
@@ -127,7 +133,7 @@ def _alias_flag(alias: Alias) -> click.Option:
 def _flags_of(command_name: str) -> list[Alias]:
     """Return one alias for each flag that a command accepts; servers may share a flag."""
     names = [*TGIS_NAMES, *registry.foreign_aliases()]
-    flags = {one.name: one for one in reversed(names) if one.flag and command_name in one.commands}
+    flags = {alias.name: alias for alias in reversed(names) if alias.flag and command_name in alias.commands}
     return [*reversed(flags.values())]
 
 
@@ -155,9 +161,11 @@ def _read_aliases(context: click.Context, settings: dict[str, Setting], reads: s
         _refuse_ambiguous_flags(context, server)
     _refuse_unread_flags(context, compat)
     names = [*TGIS_NAMES, *(server.aliases if server is not None else ())]
-    given = [value for one in names if reads in one.commands and (value := _given(context, one))]
+    given = [value for alias in names if reads in alias.commands and (value := _given(context, alias))]
     if server is not None and server.properties is not None:
-        defaults = {one.name: one.default for one in context.command.params if one.name}
+        defaults = {
+            parameter.name: parameter.default for parameter in context.command.params if parameter.name
+        }
         server.properties.forget_shared_names(settings, defaults)
     warnings = apply_aliases(given, settings, _reader(context))
     if server is not None:
@@ -169,7 +177,7 @@ def _refuse_ambiguous_flags(context: click.Context, server: OptionNames) -> None
     """Raise a usage error for a flag that means different options here and there."""
     compat = server.name
     for flag, instead in server.ambiguous_flags.items():
-        if any(one.startswith(flag) for one in context.meta[ARGUMENTS]):
+        if any(argument.startswith(flag) for argument in context.meta[ARGUMENTS]):
             raise click.UsageError(
                 f"under --compat {compat}, write {instead} instead of {flag}, which means one here and "
                 "the other there",
@@ -179,7 +187,7 @@ def _refuse_ambiguous_flags(context: click.Context, server: OptionNames) -> None
 
 def _reader(context: click.Context) -> Callable[[str, str, str], Any]:
     """Return a converter of (name of the service's own option, text, source) to the option's value."""
-    parameters = {one.name: one for one in context.command.params}
+    parameters = {parameter.name: parameter for parameter in context.command.params}
 
     def read(name: str, text: str, source: str) -> Any:
         if name not in parameters:
@@ -211,7 +219,7 @@ def _read_properties(context: click.Context, settings: dict[str, Setting]) -> Pr
 
 
 def _server(compat: str | None) -> OptionNames | None:
-    return next((each for each in registry.option_names() if each.name == compat), None)
+    return next((server for server in registry.option_names() if server.name == compat), None)
 
 
 def _find_compat(arguments: Sequence[str]) -> str | None:
@@ -239,13 +247,15 @@ def _require_model(context: click.Context, settings: Mapping[str, Setting]) -> N
 
 def _refuse_unread_flags(context: click.Context, compat: str | None) -> None:
     """Raise a usage error for a flag of a server that --compat does not name."""
-    read = {one.name for one in TGIS_NAMES if one.flag}
+    read = {alias.name for alias in TGIS_NAMES if alias.flag}
     servers = registry.option_names()
-    read |= {one.name for server in servers if server.name == compat for one in server.aliases}
+    read |= {alias.name for server in servers if server.name == compat for alias in server.aliases}
     for server in servers:
-        for one in server.aliases:
-            if one.name not in read and context.params.get(ALIAS + one.name) is not None:
-                text = f"No such option: {one.flag_name}; it is {server.title}'s: add --compat {server.name} "
+        for alias in server.aliases:
+            if alias.name not in read and context.params.get(ALIAS + alias.name) is not None:
+                text = (
+                    f"No such option: {alias.flag_name}; it is {server.title}'s: add --compat {server.name} "
+                )
                 raise click.UsageError(text + f"to use {server.title}'s names", context)
 
 

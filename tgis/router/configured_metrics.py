@@ -17,7 +17,7 @@ def open_metrics(config: RouterConfig, process: str = ROUTER) -> Metrics:
     files, they continue from the values of the previous process. Raises StartupError."""
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
     room = config.max_sequence_length - 1
-    own_limits = [each.rules.max_new_tokens or room for each in served_interfaces(config)]
+    own_limits = [interface.rules.max_new_tokens or room for interface in served_interfaces(config)]
     max_new_tokens = min(config.max_new_tokens or max(own_limits), room)
     limits = MetricLimits(config.max_sequence_length, max_new_tokens, config.max_batch_size)
     metrics = Metrics(limits, _aliases(config, limits), _open_file(config, process))

@@ -68,6 +68,6 @@ def adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
 
 def _served_names(config: RouterConfig) -> tuple[str, ...]:
     """Return the names under which the APIs serve the model. Raises StartupError."""
-    if not any(each.names_models for each in served_interfaces(config)):
+    if not any(interface.names_models for interface in served_interfaces(config)):
         return ("model",)
     return served_names(config.served_model_name, config.tokenizer_path)

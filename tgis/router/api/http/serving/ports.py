@@ -45,14 +45,14 @@ class HttpPorts:
             self._gate = ApiGate(self._served, config, failures, resources.memory, resources.tokens)
             answers = AnswerAccounts(self._gate, self._served, resources.metrics)
             self._api = LoadHeader(answers, resources.load_reports)
-        self._fresh = _fresh_limits(config) if self._gate else PROBE_LIMITS
+        self._api_limits = _api_limits(config) if self._gate else PROBE_LIMITS
         self._probes = [*(route for api in self._served for route in api.probes)]
-        is_here = self._gate is not None and config.http_api_port is None
-        own = self._own_routes() if is_here else []
-        elsewhere = [api for api in reversed(apis) if not is_here or api not in self._served]
-        absent = absent_api_routes(elsewhere)
-        pages = self._pages(apis, is_here)
-        self._app = starlette_of([*pages, *own, *metrics_routes(is_ready, render), *absent])
+        serves_apis = self._gate is not None and config.http_api_port is None
+        api_routes = self._api_routes() if serves_apis else []
+        pages = self._pages(apis, serves_apis)
+        absent = [api for api in reversed(apis) if not serves_apis or api not in self._served]
+        routes = [*pages, *api_routes, *metrics_routes(is_ready, render), *absent_api_routes(absent)]
+        self._app = starlette_of(routes)
         self._reserved: socket.socket | None = None
 
     def serve(self) -> AbstractAsyncContextManager[int]:
@@ -60,9 +60,9 @@ class HttpPorts:
         config = self._config
         if config.http_api_port is not None:
             self._reserved = reserve(config.bind, config.http_api_port, config.shares_ports)
-        fresh = self._fresh if config.http_api_port is None else PROBE_LIMITS
+        limits = self._api_limits if config.http_api_port is None else PROBE_LIMITS
         return serve_http(
-            self._app, config, self._certificates, fresh, config.shares_ports, config.connection_age
+            self._app, config, self._certificates, limits, config.shares_ports, config.connection_age
         )
 
     @asynccontextmanager
@@ -78,18 +78,18 @@ class HttpPorts:
         config, certificates = self._config, self._certificates
         self._reserved.listen(socket.SOMAXCONN)
         context = certificates.client_port_context() if certificates is not None else None
-        app = starlette_of([*self._pages(self._served, True), *self._own_routes()])
+        app = starlette_of([*self._pages(self._served, serves_apis=True), *self._api_routes()])
         async with serve_listener(
-            app, self._reserved, config, context, self._fresh, config.connection_age
+            app, self._reserved, config, context, self._api_limits, config.connection_age
         ) as port:
             yield port
 
-    def _pages(self, apis: Sequence[HttpApi], is_here: bool) -> list[LimitedRoute]:
-        """Return the routes of a port's pages, without the paths of served APIs."""
-        pages = [page for api in apis for page in api.pages(is_here and api in self._served)]
-        return [page for page in pages if not is_here or find_api(self._served, page.path) is None]
+    def _pages(self, apis: Sequence[HttpApi], serves_apis: bool) -> list[LimitedRoute]:
+        """Return the routes of a port's pages. A port that serves the APIs has no pages on their paths."""
+        pages = [page for api in apis for page in api.pages(serves_apis and api in self._served)]
+        return [page for page in pages if not serves_apis or find_api(self._served, page.path) is None]
 
-    def _own_routes(self) -> list[Route | LimitedApp]:
+    def _api_routes(self) -> list[Route | LimitedApp]:
         config = self._config
         is_alone = config.http_api_port is not None
         return [*self._probes, api_route(self._api, self._served, config, is_alone)]
@@ -108,7 +108,7 @@ class HttpPorts:
             self._gate.cut()
 
 
-def _fresh_limits(config: RouterConfig) -> RouteLimits:
+def _api_limits(config: RouterConfig) -> RouteLimits:
     """Return the limits of connections without a request on the APIs' port."""
     shares = share_files(config)
     if shares.num_missing:
