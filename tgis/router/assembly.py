@@ -121,13 +121,7 @@ def assemble(config: RouterConfig, open_engine: OpenEngine) -> RouterComponents:
         health,
         resources,
         _build_grpc_port(parts, resources, health),
-        HttpPorts(
-            config,
-            resources,
-            build_http_apis(parts),
-            parts.is_ready,
-            _choose_render(config, metrics, engine),
-        ),
+        _build_http_ports(parts, resources, engine),
     )
 
 
@@ -177,6 +171,12 @@ def _build_grpc_port(parts: ServiceParts, resources: PortResources, health: Heal
     port = GrpcPort(parts.config, resources, health, served_rpc_services(parts.config))
     add_servicers(port.server, parts)
     return port
+
+
+def _build_http_ports(parts: ServiceParts, resources: PortResources, engine: EngineHost) -> HttpPorts:
+    """Build the routes of all APIs. Raises StartupError."""
+    render = _choose_render(parts.config, resources.metrics, engine)
+    return HttpPorts(parts.config, resources, build_http_apis(parts), parts.is_ready, render)
 
 
 def _choose_render(config: RouterConfig, metrics: Metrics, engine: EngineHost) -> Render:
