@@ -92,7 +92,7 @@ def assemble(config: RouterConfig, open_engine: OpenEngine) -> RouterComponents:
     accounting = Accounting(metrics, tracing, config.log_text_chars)
     limits = request_limits(config)
     parts = ServiceParts(
-        GenerationService(
+        service=GenerationService(
             engine.handle,
             Validator(texts.tokenizer, limits, texts.grammar_compiler, metrics, engine.handle.info),
             texts.tokenizer,
@@ -100,14 +100,14 @@ def assemble(config: RouterConfig, open_engine: OpenEngine) -> RouterComponents:
             accounting,
             tenant_rules(config, resources.tokens),
         ),
-        texts.renderer,
-        served_models(config, engine.handle),
-        texts.vocabulary(True, frozenset()),
-        limits,
-        texts.tokenizer,
-        texts.formats,
-        config,
-        lambda: health.is_ready,
+        renderer=texts.renderer,
+        models=served_models(config, engine.handle),
+        vocabulary=texts.vocabulary(True, frozenset()),
+        limits=limits,
+        tokenizer=texts.tokenizer,
+        formats=texts.formats,
+        config=config,
+        is_ready=lambda: health.is_ready,
         adapter_roots=adapter_roots(config),
         load=load.read,
         watching=health.watching,
