@@ -245,8 +245,8 @@ class Scheduler:
         so that none starves. A sequence that waits for a sibling blocks none and keeps its place. With
         `must_fit`, only sequences are admitted whose prompt can be computed within the budget."""
         waiting = self.waiting
-        is_held = partial(waits_for_sibling, self.pool)
-        while budget > 0 and self.rows.num_free and (sequence := waiting.next(is_held)) is not None:
+        must_wait = partial(waits_for_sibling, self.pool)
+        while budget > 0 and self.rows.num_free and (sequence := waiting.next(must_wait)) is not None:
             work = self._admit(sequence, budget, is_alone, must_fit)
             if work is None:
                 return
