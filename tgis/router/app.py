@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import socket
 from contextlib import AsyncExitStack, aclosing, closing
 from pathlib import Path
 
@@ -57,26 +58,32 @@ class _Router:
     async def serve(self) -> None:
         """Open the HTTP port, wait for the model, open the other ports, and serve until the drain has
         ended."""
-        config, components = self._config, self._components
+        components = self._components
         http_ports = components.http_ports
         self._signals.install(components.engine.give_up)
-        # The port is bound but not listening while the model loads. It refuses clients, so that they choose
-        # another server and do not wait.
-        reserved = reserve(config.bind, config.grpc_port, config.shares_ports)
-        host, grpc_port, *_ = reserved.getsockname()
-        warn_if_unprotected(config, host)
+        reserved = self._reserve_grpc_port()
         async with http_ports.serve() as http_port, AsyncExitStack() as api_ports, aclosing(components):
             with closing(reserved):
-                _write_url(config, http_port)
+                _write_url(self._config, http_port)
                 if not await self._signals.completes(components.engine.start()):
                     return
                 self._prepare_vocabulary()
+                _, grpc_port, *_ = reserved.getsockname()
                 await components.grpc_port.start(grpc_port)
                 api_port = await api_ports.enter_async_context(http_ports.serve_api())
                 _freeze_memory()
                 self.is_serving = True
-                _log_ports(config, grpc_port, http_port, api_port)
+                _log_ports(self._config, grpc_port, http_port, api_port)
                 await self._run()
+
+    def _reserve_grpc_port(self) -> socket.socket:
+        """Bind the gRPC port without listening. While the model loads, it refuses clients, so that they
+        choose another server and do not wait. Raises PortError."""
+        config = self._config
+        reserved = reserve(config.bind, config.grpc_port, config.shares_ports)
+        host, *_ = reserved.getsockname()
+        warn_if_unprotected(config, host)
+        return reserved
 
     def _prepare_vocabulary(self) -> None:
         """Build the vocabulary for the model's kind of texts, so that the first request need not wait."""
