@@ -20,12 +20,13 @@ from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.registry import AdapterRegistry
 from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.claims import Claims, ConcurrencyLimit, LocalHandle
-from tgis.router.engine.engine import Engine
+from tgis.router.engine.engine import Engine, TimeLimits
 from tgis.router.engine.handle import ClaimId, LimitedWork, Progress, SequenceId, SequenceSpec
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.remote import messages as wire
 from tgis.router.remote.worker_session import WorkerSession
 from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.step import Step
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Stopping
@@ -147,18 +148,14 @@ def time_step(front_ends: FrontEnds, vocab_size: int, size: int) -> float:
 async def _generate(shards: InstantShards, front_ends: FrontEnds, size: int) -> None:
     metrics = Metrics(MetricLimits(PROMPT_TOKENS + NEW_TOKENS, NEW_TOKENS, size))
     residency = AdapterResidency(cast(ShardClient, shards), metrics)
+    pool = BlockPool(2 * size * (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_SIZE, BLOCK_SIZE)
     engine = Engine(
         residency,
-        BlockPool(2 * size * (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_SIZE, BLOCK_SIZE),
+        Scheduler(pool, size),
         metrics,
-        max_batch_size=size,
-        rope_switch_len=0,
-        proposer=None,
-        reserves_output=False,
         budget=TokenBudget(MAX_STEP_TOKENS, 1.0),
         steps_in_flight=1,
-        recovery_timeout=1.0,
-        token_timeouts=(None, None),
+        time_limits=TimeLimits(recovery_s=1.0),
         on_ready=lambda _: None,
     )
     concurrency = {LimitedWork.GENERATION: ConcurrencyLimit(size)}

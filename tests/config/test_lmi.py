@@ -375,7 +375,7 @@ option.quantize smoothquant
 option.trust_remote_code=true
 option.hf_token=s3cret
 """
-    command = process_command("env", LauncherConfig, lambda config: None, "", only_report=True)
+    command = process_command("env", LauncherConfig, None, "")
     env = {**BLANK, **ENV, "OPTION_QUANTIZE": "awq", "HF_MODEL_ID": "org/model", "SM_NUM_GPUS": "2"}
     result = CliRunner().invoke(command, [*COMPAT, *file_with(tmp_path, text)], env=env)
     lines = result.stdout.splitlines()

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from tgis.cli import models
 from tgis.cli.main import main
+from tgis.cli.quantize import quantize
 from tgis.hub.gguf_files import find_gguf, refuse_gguf, refuse_gguf_on_hub, split_set
 from tgis.hub.model_files import ModelNotFoundError
 
@@ -121,7 +122,7 @@ def test_models_of_the_hub() -> None:
 
 @pytest.mark.parametrize(
     ("command", "more"),
-    [(models.download_weights, []), (models.quantize, ["out"]), (models.convert_to_fast_tokenizer, [])],
+    [(models.download_weights, []), (quantize, ["out"]), (models.convert_to_fast_tokenizer, [])],
 )
 def test_commands(command: click.Command, more: list[str], file: Path, tmp_path: Path) -> None:
     env = {"HF_HUB_CACHE": str(tmp_path)}

@@ -32,9 +32,10 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from tgis.process.child import Child
+from tgis.process.output_lines import LineForm
 
 async def run():
-    child, beats = Child("flood", [], "Flood: ", fields=eval(sys.argv[2])), 0
+    child, beats = Child("flood", [], LineForm("Flood: ", eval(sys.argv[2]))), 0
     await child.start()
     end = asyncio.ensure_future(child.wait())
     while not end.done():

@@ -15,7 +15,8 @@ from tgis import __version__, failpoints, logs
 from tgis.cli import models, prompts
 from tgis.cli.command import VERSION_NAMES, CommandTable, GroupedOption, OneLineGroup
 from tgis.cli.health_probe import health_probe
-from tgis.cli.process_command import process_command
+from tgis.cli.process_command import ExtraParameters, process_command
+from tgis.cli.quantize import quantize
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, Setting, SettingsError
 from tgis.config.model import FRAMEWORKS
@@ -184,17 +185,15 @@ _serve = process_command(
     _run_shard,
     "Run one shard of a model, given by --model-path or by MODEL_NAME.",
     reads="serve",
-    extra=_shard_arguments(),
-    complete=_complete_shard,
+    extra=ExtraParameters(_shard_arguments(), _complete_shard),
     process="shard",
 )
 _env = process_command(
     "env",
     LauncherConfig,
-    lambda config: None,
+    None,
     "Print versions, machine and settings as the launcher would use them.",
     reads="launcher",
-    only_report=True,
 )
 
 
@@ -228,7 +227,7 @@ def main() -> None:
     """Serve text generation over gRPC and HTTP."""
 
 
-for entry in (_serve, health_probe, *models.COMMANDS, *prompts.COMMANDS):
+for entry in (_serve, health_probe, *models.COMMANDS, quantize, *prompts.COMMANDS):
     server_main.add_command(entry)
     main.add_command(entry)
 for entry in (launcher_main, router_main, _engine, _env):

@@ -3,7 +3,7 @@
 import gc
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,10 +16,8 @@ from tgis.hub.speculators import is_speculator
 
 if TYPE_CHECKING:
     from tgis.hub.download import Repository
-    from tgis.shard.quantize.gguf.output import GgufKind
-    from tgis.shard.quantize.settings import Method
 
-_revision = click.option("--revision", help="Branch, tag or commit of MODEL_NAME; unset: main.")
+revision_option = click.option("--revision", help="Branch, tag or commit of MODEL_NAME; unset: main.")
 
 
 def cache_root() -> Path:
@@ -30,7 +28,7 @@ def cache_root() -> Path:
 
 @click.command("download-weights", cls=FileCommand)
 @click.argument("model_name")
-@_revision
+@revision_option
 @click.option("--token", help="Access token of the hub; unset: HF_TOKEN, else the one of `hf auth login`.")
 @click.option(
     "--extension",
@@ -108,7 +106,7 @@ def _has_safetensors(directory: Path) -> bool:
     return any(directory.glob("*.safetensors"))
 
 
-def _find_files(model_name: str, revision: str | None, root: Path) -> Path:
+def find_files(model_name: str, revision: str | None, root: Path) -> Path:
     """Return the directory of a model that is not in GGUF format. Raises ModelNotFoundError."""
     refuse_gguf(Path(model_name))
     directory = cache.find_model_files(model_name, revision, root)
@@ -119,7 +117,7 @@ def _find_files(model_name: str, revision: str | None, root: Path) -> Path:
 @click.command("convert-to-safetensors", cls=FileCommand)
 @click.argument("model_name")
 @click.argument("output_dir", type=click.Path(path_type=Path), required=False)
-@_revision
+@revision_option
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
@@ -150,7 +148,7 @@ def convert_to_safetensors(
 
 @click.command("convert-to-fast-tokenizer", cls=FileCommand)
 @click.argument("model_name")
-@_revision
+@revision_option
 @click.option(
     "--output-path",
     type=click.Path(path_type=Path),
@@ -158,7 +156,7 @@ def convert_to_safetensors(
 )
 def convert_to_fast_tokenizer(model_name: str, revision: str | None, output_path: Path | None) -> None:
     """Create tokenizer.json from the tokenizer of MODEL_NAME, a directory or a model in the hub cache."""
-    directory = _find_files(model_name, revision, cache_root())
+    directory = find_files(model_name, revision, cache_root())
     from tgis.convert import tokenizer
 
     click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory, output_path))
@@ -167,7 +165,7 @@ def convert_to_fast_tokenizer(model_name: str, revision: str | None, output_path
 @click.command("convert-to-onnx", cls=FileCommand)
 @click.argument("model_name")
 @click.argument("target_model_name", type=click.Path(path_type=Path))
-@_revision
+@revision_option
 @click.option(
     "--merge-graphs/--no-merge-graphs",
     default=False,
@@ -189,7 +187,7 @@ def convert_to_onnx(
 ) -> None:
     """Convert MODEL_NAME, a directory or a model in the hub cache, to ONNX in directory TARGET_MODEL_NAME.
     This needs optimum-onnx in a separate environment; without it, the error explains how to create one."""
-    directory = _find_files(model_name, revision, cache_root())
+    directory = find_files(model_name, revision, cache_root())
     from tgis.convert import onnx
 
     onnx.check_extra()
@@ -197,108 +195,6 @@ def convert_to_onnx(
     click.echo(f"Provider: {provider}, merge graphs: {merge_graphs}, optimize: {optimize}")
     click.echo(f"Model type: {onnx.model_type_of(directory)}")
     click.echo(onnx.convert_to_onnx(directory, target_model_name, provider, merge_graphs, optimize))
-
-
-@click.command("quantize", cls=FileCommand)
-@click.argument("model_name")
-@click.argument("output", type=click.Path(path_type=Path))
-@_revision
-@click.option(
-    "--method",
-    type=click.Choice(["gptq", "fp8", "int8", "gguf"]),
-    default="gptq",
-    help="Quantization method. fp8 and int8 use one scale per row; gguf writes a file, also for llama.cpp.",
-)
-@click.option(
-    "--gguf-type", type=click.Choice(["q8_0", "q4_0", "q4_1"]), help="GGUF: type of the weights; unset: q8_0."
-)
-@click.option("--bits", type=click.Choice(["2", "3", "4", "8"]), default="4", help="GPTQ: bits per weight.")
-@click.option(
-    "--sensitive-bits",
-    type=click.Choice(["2", "3", "4", "8"]),
-    help="GPTQ: bits per weight of the last layer and of queries, keys and values; unset: 8 if --bits is 4 "
-    "and the model has less than 1 billion weights, else --bits.",
-)
-@click.option(
-    "--groupsize",
-    type=click.IntRange(-1),
-    help="GPTQ: columns per scale; -1: all columns; unset: 32 for models below 1 billion weights, else 128.",
-)
-@click.option(
-    "--act-order/--no-act-order",
-    default=False,
-    help="GPTQ: quantize columns in the order of their activations, largest first.",
-)
-@click.option("--sym/--no-sym", default=False, help="GPTQ: use codes symmetric around zero.")
-@click.option(
-    "--percdamp",
-    type=click.FloatRange(0, min_open=True),
-    default=0.01,
-    help="GPTQ: damping, as a share of the Hessian's mean diagonal.",
-)
-@click.option(
-    "--calibration",
-    type=click.Path(path_type=Path),
-    help='Calibration data: a text file, or a .jsonl file of objects with a "text"; unset: wikitext-2 if it '
-    "is in the hub cache.",
-)
-@click.option("--samples", type=click.IntRange(1), default=128, help="Number of calibration windows.")
-@click.option(
-    "--seqlen",
-    type=click.IntRange(8),
-    default=2048,
-    help="Tokens per calibration window, limited to the model's length.",
-)
-@click.option("--seed", type=int, default=0, help="Seed that chooses the windows in the calibration data.")
-@click.option(
-    "--trust-remote-code/--no-trust-remote-code", default=False, help="No effect: no model code is run."
-)
-@click.option("--upload-to-model-id", help="Refused: use `hf upload` to upload OUTPUT.")
-def quantize(
-    model_name: str,
-    output: Path,
-    revision: str | None,
-    method: str,
-    gguf_type: str | None,
-    calibration: Path | None,
-    bits: str,
-    sensitive_bits: str | None,
-    groupsize: int | None,
-    trust_remote_code: bool,
-    upload_to_model_id: str | None,
-    **others: Any,
-) -> None:
-    """Quantize MODEL_NAME, a directory or a model in the hub cache, and write it to the directory OUTPUT, or
-    to the GGUF file OUTPUT. An interrupted run resumes when it is started again, except for GGUF."""
-    if upload_to_model_id:
-        text = f"hf upload {upload_to_model_id} {output}"
-        raise OperatorError(f"--upload-to-model-id is not supported: quantize without it, then: {text}")
-    if groupsize == 0:
-        raise click.BadParameter("0 is neither -1 nor a number of columns.", param_hint="--groupsize")
-    if gguf_type is not None and method != "gguf":
-        raise click.UsageError("--gguf-type is for --method gguf only.")
-    root = cache_root()
-    directory = _find_files(model_name, revision, root)
-    from tgis.process.control_groups import count_cores
-    from tgis.shard.startup.platforms.interface import configure_torch
-
-    configure_torch(count_cores())
-    if method == "gguf":
-        from tgis.shard.quantize.gguf import output as gguf_output
-
-        click.echo(gguf_output.write_gguf(directory, output, cast("GgufKind", gguf_type or "q8_0")))
-        return
-    from tgis.shard.quantize import run
-    from tgis.shard.quantize.settings import QuantizeSettings
-
-    settings = QuantizeSettings(
-        method=cast("Method", method),
-        bits=int(bits),
-        sensitive_bits=None if sensitive_bits is None else int(sensitive_bits),
-        group_size=groupsize,
-        **others,
-    )
-    click.echo(run.quantize(directory, output, settings, calibration, root))
 
 
 @click.command("read-gguf", cls=FileCommand, hidden=True)
@@ -318,5 +214,4 @@ COMMANDS = (
     convert_to_safetensors,
     convert_to_fast_tokenizer,
     convert_to_onnx,
-    quantize,
 )

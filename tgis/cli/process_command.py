@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field
+from dataclasses import Field, dataclass
 from itertools import pairwise
 from typing import Any, TypeVar, get_args
 
@@ -33,7 +33,6 @@ from tgis.router.api import registry
 logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=ProcessOptions)
-Complete = Callable[[dict[str, Setting], dict[str, Any]], None]
 
 ALIAS = "alias_"  # prefix of the parameter names of aliases
 
@@ -42,62 +41,80 @@ class ProcessCommand(OneLineCommand):
     """Command whose help lists options by group, and that also accepts vLLM's and TGI's command lines."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        has_compat = any(one.name == "compat" for one in self.params)
+        has_compat = any(parameter.name == "compat" for parameter in self.params)
         compat = _find_compat(args) if has_compat else None
         server = _server(compat)
         if server is not None and server.rewrite is not None:
-            switches = {name for one in self.params if getattr(one, "is_flag", False) for name in one.opts}
+            switches = {
+                name
+                for parameter in self.params
+                if getattr(parameter, "is_flag", False)
+                for name in parameter.opts
+            }
             args = server.rewrite(args, switches)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         records: dict[Group | None, list[tuple[str, str]]] = {group: [] for group in (*Group, None)}
-        for one in self.get_params(ctx):
-            if record := one.get_help_record(ctx):
-                records[getattr(one, "group", None)].append(record)
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                records[getattr(parameter, "group", None)].append(record)
         for group, rows in records.items():
             if rows:
                 with formatter.section(group.value if group else "Options"):
                     formatter.write_dl(rows)
 
 
+@dataclass(frozen=True)
+class ExtraParameters:
+    """Parameters of a command that are not fields of its configuration."""
+
+    parameters: Sequence[click.Parameter]
+    complete: Callable[[dict[str, Setting], dict[str, Any]], None]
+    """Turns the parameters' values into settings. Also reports missing options."""
+
+
 def process_command(
     name: str,
     config_type: type[C],
-    run: Callable[[C], None],
+    run: Callable[[C], None] | None,
     help: str,
     *,
     reads: str = "",
-    extra: Sequence[click.Parameter] = (),
-    complete: Complete | None = None,
-    only_report: bool = False,
+    extra: ExtraParameters | None = None,
     process: str = "",
 ) -> click.Command:
     """Build a command whose options are the fields of `config_type`, `extra` and the aliases.
 
-    `reads` is the command's name in the tables of aliases, `process` its name in JSON lines. `complete`
-    turns the values of `extra` into settings. With `only_report`, the command only prints its settings."""
+    `reads` is the command's name in the tables of aliases, `process` its name in JSON lines. Without `run`,
+    the command only prints its settings."""
 
     def call(**values: Any) -> None:
         context = click.get_current_context()
         fields = json_fields(context, values)
         if fields:
             logs.setup("info", json_output=True, process=fields)
-        settings = {f.name: _setting(context, f, option, hint) for f, option, hint in declared(config_type)}
-        if complete:
-            complete(settings, {one.name: values[one.name] for one in extra if one.name})
+        settings = {
+            field.name: _setting(context, field, option, hint)
+            for field, option, hint in declared(config_type)
+        }
+        if extra:
+            names = [parameter.name for parameter in extra.parameters if parameter.name]
+            extra.complete(settings, {name: values[name] for name in names})
         warnings = [(logging.WARNING, text) for text in _read_aliases(context, settings, reads)]
         outcomes = _read_properties(context, settings)
-        if only_report:
+        if run is None:
             print("\n".join([report.describe(settings), *(outcomes.describe() if outcomes else ())]))
-        else:
-            notices = [*warnings, *(outcomes.to_notices(settings) if outcomes is not None else ())]
-            _require_model(context, settings)
-            run(_configure(config_type, settings, notices, fields))
+            return
+        notices = [*warnings, *(outcomes.to_notices(settings) if outcomes is not None else ())]
+        _require_model(context, settings)
+        run(_configure(config_type, settings, notices, fields))
 
-    options = parameters(config_type, is_required=complete is None)
+    options = parameters(config_type, is_required=extra is None)
     aliases = [*map(_alias_flag, _flags_of(reads))]
-    command = ProcessCommand(name, callback=call, params=[*options, *extra, *aliases], help=help)
+    command = ProcessCommand(
+        name, callback=call, params=[*options, *(extra.parameters if extra else ()), *aliases], help=help
+    )
     command.process = process
     return click.version_option(__version__, *VERSION_NAMES)(command)
 
@@ -116,23 +133,23 @@ def _alias_flag(alias: Alias) -> click.Option:
 def _flags_of(command_name: str) -> list[Alias]:
     """Return one alias for each flag that a command accepts; servers may share a flag."""
     names = [*TGIS_NAMES, *registry.foreign_aliases()]
-    flags = {one.name: one for one in reversed(names) if one.flag and command_name in one.commands}
+    flags = {alias.name: alias for alias in reversed(names) if alias.flag and command_name in alias.commands}
     return [*reversed(flags.values())]
 
 
-def _setting(context: click.Context, f: Field[Any], option: Option, hint: Any) -> Setting:
+def _setting(context: click.Context, field: Field[Any], option: Option, hint: Any) -> Setting:
     if not option.flag:
-        for name in filter(None, (f.name.upper(), option.older_env)):
+        for name in filter(None, (field.name.upper(), option.older_env)):
             if text := os.environ.get(name, "").strip():
                 return Setting(Secret(text) if Secret in get_args(hint) else text, name)
-        return Setting(f.default)
-    value = context.params[f.name]
-    source = context.get_parameter_source(f.name)
+        return Setting(field.default)
+    value = context.params[field.name]
+    source = context.get_parameter_source(field.name)
     if source is ParameterSource.COMMANDLINE:
-        return Setting(value, flag_of(f))
+        return Setting(value, flag_of(field))
     if source is not ParameterSource.ENVIRONMENT:
         return Setting(value)
-    names = (env_of(f), option.older_env)
+    names = (env_of(field), option.older_env)
     return Setting(value, next(name for name in names if name and os.environ.get(name)))
 
 
@@ -144,9 +161,11 @@ def _read_aliases(context: click.Context, settings: dict[str, Setting], reads: s
         _refuse_ambiguous_flags(context, server)
     _refuse_unread_flags(context, compat)
     names = [*TGIS_NAMES, *(server.aliases if server is not None else ())]
-    given = [value for one in names if reads in one.commands and (value := _given(context, one))]
+    given = [value for alias in names if reads in alias.commands and (value := _given(context, alias))]
     if server is not None and server.properties is not None:
-        defaults = {one.name: one.default for one in context.command.params if one.name}
+        defaults = {
+            parameter.name: parameter.default for parameter in context.command.params if parameter.name
+        }
         server.properties.forget_shared_names(settings, defaults)
     warnings = apply_aliases(given, settings, _reader(context))
     if server is not None:
@@ -158,7 +177,7 @@ def _refuse_ambiguous_flags(context: click.Context, server: OptionNames) -> None
     """Raise a usage error for a flag that means different options here and there."""
     compat = server.name
     for flag, instead in server.ambiguous_flags.items():
-        if any(one.startswith(flag) for one in context.meta[ARGUMENTS]):
+        if any(argument.startswith(flag) for argument in context.meta[ARGUMENTS]):
             raise click.UsageError(
                 f"under --compat {compat}, write {instead} instead of {flag}, which means one here and "
                 "the other there",
@@ -168,7 +187,7 @@ def _refuse_ambiguous_flags(context: click.Context, server: OptionNames) -> None
 
 def _reader(context: click.Context) -> Callable[[str, str, str], Any]:
     """Return a converter of (name of the service's own option, text, source) to the option's value."""
-    parameters = {one.name: one for one in context.command.params}
+    parameters = {parameter.name: parameter for parameter in context.command.params}
 
     def read(name: str, text: str, source: str) -> Any:
         if name not in parameters:
@@ -200,7 +219,7 @@ def _read_properties(context: click.Context, settings: dict[str, Setting]) -> Pr
 
 
 def _server(compat: str | None) -> OptionNames | None:
-    return next((each for each in registry.option_names() if each.name == compat), None)
+    return next((server for server in registry.option_names() if server.name == compat), None)
 
 
 def _find_compat(arguments: Sequence[str]) -> str | None:
@@ -228,13 +247,15 @@ def _require_model(context: click.Context, settings: Mapping[str, Setting]) -> N
 
 def _refuse_unread_flags(context: click.Context, compat: str | None) -> None:
     """Raise a usage error for a flag of a server that --compat does not name."""
-    read = {one.name for one in TGIS_NAMES if one.flag}
+    read = {alias.name for alias in TGIS_NAMES if alias.flag}
     servers = registry.option_names()
-    read |= {one.name for server in servers if server.name == compat for one in server.aliases}
+    read |= {alias.name for server in servers if server.name == compat for alias in server.aliases}
     for server in servers:
-        for one in server.aliases:
-            if one.name not in read and context.params.get(ALIAS + one.name) is not None:
-                text = f"No such option: {one.flag_name}; it is {server.title}'s: add --compat {server.name} "
+        for alias in server.aliases:
+            if alias.name not in read and context.params.get(ALIAS + alias.name) is not None:
+                text = (
+                    f"No such option: {alias.flag_name}; it is {server.title}'s: add --compat {server.name} "
+                )
                 raise click.UsageError(text + f"to use {server.title}'s names", context)
 
 
@@ -266,7 +287,7 @@ def _configure(
     warnings = [*filter(None, [notice]), *check(settings, registry.http_names(), registry.grpc_names())]
     for severity, text in [*notices, *((logging.WARNING, text) for text in warnings)]:
         logger.log(severity, "%s", text)
-    names = [f.name for f, option, _ in declared(config_type) if option.flag]
+    names = [field.name for field, option, _ in declared(config_type) if option.flag]
     given = [
         f"{name}={report.shown(settings[name].value)}" for name in names if settings[name].source != DEFAULT
     ]

@@ -10,6 +10,7 @@ from tgis.hub.gguf_files import find_gguf
 from tgis.launcher.child_configs import line_fields
 from tgis.launcher.plan import LaunchError, hub_cache
 from tgis.process.child import Child
+from tgis.process.output_lines import LineForm
 from tgis.process.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class GgufModel:
         """Write the configuration and tokenizer of the files to the directory. Raises LaunchError."""
         logger.info("reading %s", self._files[0])
         command = ["read-gguf", *(str(file.absolute()) for file in self._files), str(self.path)]
-        child = Child("gguf", command, "GGUF: ", fields=line_fields(self._config, "gguf"))
+        child = Child("gguf", command, LineForm("GGUF: ", line_fields(self._config, "gguf")))
         try:
             await child.start()
             end = await child.wait()

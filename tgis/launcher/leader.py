@@ -25,6 +25,7 @@ from tgis.launcher.shared_ports import SharedPorts, check_ports
 from tgis.net.ports import listen
 from tgis.net.tls import link_certificates, mutual_server_context
 from tgis.process.child import GIVE_UP, Child, End
+from tgis.process.output_lines import LineForm
 
 logger = logging.getLogger(__name__)
 
@@ -118,24 +119,22 @@ class Leader:
     def _make_router(self) -> Router:
         if self._num_workers == 1:
             command = ["router", *to_flags(self._configs.router(self._addresses))]
-            return Child("router", command, fields=line_fields(self._config, "router"))
+            return Child("router", command, LineForm(fields=line_fields(self._config, "router")))
         return RouterGroup(
             self._make_engine, [partial(self._make_worker, i) for i in range(self._num_workers)]
         )
 
     def _make_engine(self) -> Child:
         config = self._configs.router(self._addresses)
-        fields = line_fields(self._config, "engine")
+        line_form = LineForm("Engine: ", line_fields(self._config, "engine"))
         command = ["engine", *to_flags(config)]
-        return Child("engine process", command, "Engine: ", has_heartbeat=True, fields=fields)
+        return Child("engine process", command, line_form, has_heartbeat=True)
 
     def _make_worker(self, number: int) -> Child:
         config = self._configs.router(self._addresses, number)
-        fields = line_fields(self._config, "router", vars(config))
+        line_form = LineForm(f"Router {number}: ", line_fields(self._config, "router", vars(config)))
         command = ["router", *to_flags(config)]
-        return Child(
-            f"router worker {number}", command, f"Router {number}: ", has_heartbeat=True, fields=fields
-        )
+        return Child(f"router worker {number}", command, line_form, has_heartbeat=True)
 
 
 async def _resolve(name: str) -> str:

@@ -12,6 +12,7 @@ from tgis.launcher.plan import TOKENIZER, LaunchError, Plan
 from tgis.logs import Scalar
 from tgis.net.framing import steps_path
 from tgis.process.child import Child
+from tgis.process.output_lines import LineForm
 from tgis.process.run_directory import HTTP_URL, RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class RunFiles:
         self.tokenizer_path.mkdir()
         arguments = [str(self._plan.tokenizer_path.absolute()), "--output-path", str(self.tokenizer_path)]
         command = ["convert-to-fast-tokenizer", *arguments]
-        converter = Child("tokenizer", command, "Tokenizer: ", fields=self._line_fields)
+        converter = Child("tokenizer", command, LineForm("Tokenizer: ", self._line_fields))
         try:
             await converter.start()
             end = await converter.wait()

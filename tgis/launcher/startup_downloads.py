@@ -19,6 +19,7 @@ from tgis.hub.startup_adapters import ADAPTER_CONFIG
 from tgis.launcher.child_configs import line_fields
 from tgis.launcher.plan import END_S, LaunchError, hub_cache
 from tgis.process.child import Child
+from tgis.process.output_lines import LineForm
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ async def _download(config: LauncherConfig, arguments: list[str], cache: Path) -
         **({"HF_TOKEN": config.hf_token.text} if config.hf_token else {}),
         **({"HF_ENDPOINT": config.hf_endpoint} if config.hf_endpoint else {}),
     }
-    child = Child("download", arguments, "Download: ", fields=line_fields(config, "download"), own_env=env)
+    line_form = LineForm("Download: ", line_fields(config, "download"))
+    child = Child("download", arguments, line_form, env=env)
     try:
         await child.start()
         end = await child.wait()

@@ -6,21 +6,18 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tgis.logs import Scalar
 from tgis.process.heartbeat import wait_until_hung
-from tgis.process.json_lines import error_of, to_json
+from tgis.process.json_lines import error_of
+from tgis.process.output_lines import PLAIN, LineForm, read_lines
 
-READ_BYTES = 1 << 16
-# Longer lines are split. The limit for JSON records is higher, because a split record is invalid JSON.
-MAX_LINE_BYTES = READ_BYTES
-MAX_JSON_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
 GIVE_UP = signal.SIGUSR1  # sent to a router if its shards will not be restarted
 PARENT = "TGIS_PARENT"  # variable with the parent's process id
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 _libc = ctypes.CDLL(None)
 
@@ -41,24 +38,22 @@ class Child:
         self,
         name: str,
         arguments: list[str],
-        line_prefix: str = "",
-        env: Mapping[str, str] = MappingProxyType({}),
+        line_form: LineForm = PLAIN,
+        *,
+        default_env: Mapping[str, str] = NO_VARIABLES,
+        env: Mapping[str, str] = NO_VARIABLES,
         has_heartbeat: bool = False,
         fds: Sequence[int] = (),
-        fields: Mapping[str, Scalar] | None = None,
-        own_env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Create the object; `start` starts the process.
 
-        The parent's variables override those of `env`, and those of `own_env` override the parent's. A child
-        with a heartbeat is killed if it hangs. With `fields`, every line of its output becomes a JSON object
-        with these fields, without the prefix."""
+        The parent's variables override those of `default_env`, and those of `env` override the parent's. A
+        child with a heartbeat is killed if it hangs."""
         self.name = name
         self._arguments = arguments
-        self._line_prefix = line_prefix
+        self._line_form = line_form
+        self._default_env = default_env
         self._env = env
-        self._own_env = own_env
-        self._fields = fields
         self._has_heartbeat = has_heartbeat
         self._is_hung = False
         self._fds = tuple(fds)
@@ -85,20 +80,20 @@ class Child:
             os.close(writer)
         self._watch = asyncio.create_task(self._end_if_hung(reader), name=f"{self.name}'s heartbeat")
 
-    async def _start(self, more: list[str], *fds: int) -> None:
+    async def _start(self, heartbeat_arguments: list[str], *fds: int) -> None:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "tgis",
             *self._arguments,
-            *more,
+            *heartbeat_arguments,
             pass_fds=(*self._fds, *fds),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             # The child itself asks the kernel to die with its parent. A preexec_fn would need a fork, which
             # aborts some children and breaks connections if gRPC has threads.
-            env={**self._env, **os.environ, **self._own_env, PARENT: str(os.getpid())},
+            env={**self._default_env, **os.environ, **self._env, PARENT: str(os.getpid())},
             process_group=0,  # a terminal's Ctrl-C must reach only the parent
         )
         self._end = asyncio.create_task(self._run_to_end(self._process), name=self.name)
@@ -128,7 +123,7 @@ class Child:
 
     async def _run_to_end(self, process: asyncio.subprocess.Process) -> End:
         assert process.stdout is not None
-        async for line in _lines(process.stdout, MAX_LINE_BYTES if self._fields is None else MAX_JSON_BYTES):
+        async for line in read_lines(process.stdout, self._line_form.max_bytes):
             if (error := error_of(line)) is not None:
                 self._error = error
             else:
@@ -140,9 +135,8 @@ class Child:
         return End(self._describe(code), is_refusal, code == 0)
 
     def _print(self, line: str) -> None:
-        text = self._line_prefix + line if self._fields is None else to_json(line, self._fields)
         with contextlib.suppress(OSError):  # if no process reads our stderr, the child must not block
-            print(text, file=sys.stderr, flush=True)
+            print(self._line_form.apply(line), file=sys.stderr, flush=True)
 
     def _describe(self, code: int) -> str:
         if self._is_hung:
@@ -164,17 +158,3 @@ def die_with(parent: int) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call above
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-async def _lines(stream: asyncio.StreamReader, max_bytes: int) -> AsyncIterator[str]:
-    """Yield the lines as text. Lines that are too long are split, to bound the memory."""
-    pending = b""
-    while chunk := await stream.read(READ_BYTES):
-        *lines, pending = (pending + chunk).split(b"\n")
-        if len(pending) >= max_bytes:
-            lines.append(pending)
-            pending = b""
-        for line in lines:
-            yield line.decode(errors="replace")
-    if pending:
-        yield pending.decode(errors="replace")

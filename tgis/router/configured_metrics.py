@@ -1,5 +1,6 @@
 """Opens the metrics of a router from its configuration. All processes of a router have equal metrics."""
 
+import asyncio
 from pathlib import Path
 
 from tgis.config.processes import RouterConfig
@@ -8,6 +9,7 @@ from tgis.router.api.registry import metric_aliases, served_interfaces
 from tgis.router.metrics.aliased_series import MakeAliases
 from tgis.router.metrics.metric_file import SUFFIX, MetricFile
 from tgis.router.metrics.metrics import ENGINE, ROUTER, MetricLimits, Metrics
+from tgis.router.metrics.resource_counts import count_descriptors
 
 
 def open_metrics(config: RouterConfig, process: str = ROUTER) -> Metrics:
@@ -15,11 +17,13 @@ def open_metrics(config: RouterConfig, process: str = ROUTER) -> Metrics:
     files, they continue from the values of the previous process. Raises StartupError."""
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
     room = config.max_sequence_length - 1
-    own_limits = [each.rules.max_new_tokens or room for each in served_interfaces(config)]
+    own_limits = [interface.rules.max_new_tokens or room for interface in served_interfaces(config)]
     max_new_tokens = min(config.max_new_tokens or max(own_limits), room)
     limits = MetricLimits(config.max_sequence_length, max_new_tokens, config.max_batch_size)
     metrics = Metrics(limits, _aliases(config, limits), _open_file(config, process))
     metrics.begin_process(process)
+    metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
+    metrics.descriptors.follow(count_descriptors)
     return metrics
 
 

@@ -15,7 +15,7 @@ from tgis.process.memory.page_collapse import collapse_soon
 from tgis.router.configured_metrics import open_metrics
 from tgis.router.engine.local_engine import LocalEngine
 from tgis.router.metrics.metrics import ENGINE
-from tgis.router.metrics.resource_counts import check_balance, count_descriptors
+from tgis.router.metrics.resource_counts import check_balance
 from tgis.router.metrics.scrape import keep_published
 from tgis.router.remote.engine_server import EngineServer
 
@@ -37,11 +37,9 @@ class _EngineProcess:
         self._config = config
         self._metrics = open_metrics(config, ENGINE)
         self._is_serving = False
-        metrics = self._metrics
-        metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
-        metrics.descriptors.follow(count_descriptors)
-        self._engine = LocalEngine(config, metrics, lambda is_ready: self._server.set_ready(is_ready))
-        self._server = EngineServer(config.engine_path, self._engine.claims, metrics, config.router_workers)
+        self._engine = LocalEngine(config, self._metrics, lambda is_ready: self._server.set_ready(is_ready))
+        claims = self._engine.claims
+        self._server = EngineServer(config.engine_path, claims, self._metrics, config.router_workers)
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()

@@ -14,12 +14,13 @@ from tests.support.router.model_of_shard import EOS, ModelOfShard, Row, next_tok
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.residency import AdapterResidency
-from tgis.router.engine.engine import Engine
+from tgis.router.engine.engine import Engine, TimeLimits
 from tgis.router.engine.live_request import EventQueue, LiveRequest, WakeUps
 from tgis.router.events import Ended
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.interface import Proposer
+from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.step import NO_DRAFTS, DraftResult, Drafts, Step
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Sequence, Stopping, StopReason, TokenDetail
@@ -111,16 +112,11 @@ class Outcome:
         self.link = ModelLink(num_blocks, tokenizer.fast.get_vocab_size())
         self.engine = Engine(
             AdapterResidency(cast(ShardClient, self.link), self.metrics),
-            BlockPool(num_blocks, BLOCK_SIZE),
+            Scheduler(BlockPool(num_blocks, BLOCK_SIZE), max_sequences=64, proposer=proposer),
             self.metrics,
-            max_batch_size=64,
-            rope_switch_len=0,
-            reserves_output=False,
-            token_timeouts=(None, None),
-            proposer=proposer,
             budget=TokenBudget(1000, 1.0),
             steps_in_flight=2,
-            recovery_timeout=1.0,
+            time_limits=TimeLimits(recovery_s=1.0),
             on_ready=lambda _: None,
         )
         self.vocabulary = Vocabulary(tokenizer)

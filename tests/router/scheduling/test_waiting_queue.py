@@ -10,7 +10,7 @@ import pytest
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.step import Step
-from tgis.router.scheduling.waiting_queue import QUANTUM, IsHeld, WaitingQueue
+from tgis.router.scheduling.waiting_queue import QUANTUM, MustWait, WaitingQueue
 from tgis.router.sequence import CacheSalt, Sequence, Siblings, Stopping
 
 BLOCK_SIZE = 16
@@ -54,11 +54,11 @@ class PlainQueue:
         self.returned.insert(0, sequence)
         self.settle()
 
-    def next(self, is_held: IsHeld) -> Sequence | None:
-        free = [each for each in self.returned if not is_held(each)]
+    def next(self, must_wait: MustWait) -> Sequence | None:
+        free = [each for each in self.returned if not must_wait(each)]
         if free:
             return free[0]
-        free = [each for each in self.waiting if not is_held(each)]
+        free = [each for each in self.waiting if not must_wait(each)]
         if not free:
             return None
         priority = min(each.priority for each in free)
@@ -133,12 +133,12 @@ class CheckedQueue(WaitingQueue):
         self.model.put_back(sequence)
         self.num_choices["returned"] += 1
 
-    def next(self, is_held: IsHeld) -> Sequence | None:
-        chosen = super().next(is_held)
-        assert chosen is self.model.next(is_held)
+    def next(self, must_wait: MustWait) -> Sequence | None:
+        chosen = super().next(must_wait)
+        assert chosen is self.model.next(must_wait)
         if self.is_contended and chosen is not None:
             self.num_choices[tenant_of(chosen)] += 1
-            self.num_choices["held"] += any(is_held(each) for each in self)
+            self.num_choices["held"] += any(must_wait(each) for each in self)
         return chosen
 
     def take(self, sequence: Sequence) -> None:

@@ -28,7 +28,7 @@ from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import serve
 from tests.support.tokenizers.trained import write_byte_level, write_wordpiece
 from tests.support.tokenizers.varied import texts, train
-from tgis.cli import models as commands
+from tgis.cli.quantize import quantize
 from tgis.convert.gguf.files import open_gguf
 from tgis.convert.gguf.model_directory import write_model_directory
 from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
@@ -245,7 +245,7 @@ def call(*words: object) -> tuple[int, str]:
     """Return the status and the output of the command without its log."""
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
-        result = CliRunner().invoke(commands.quantize, [str(word) for word in words], catch_exceptions=False)
+        result = CliRunner().invoke(quantize, [str(word) for word in words], catch_exceptions=False)
     finally:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(threads)

@@ -29,7 +29,7 @@ from tests.support.shard.calibration_text import BOS, draw_ids, write_text, writ
 from tests.support.shard.checkpoints import SMALL, write_model
 from tests.support.shard.family_cases.all import CASES, family_of
 from tests.support.shard.family_oracle import load_model
-from tgis.cli import models
+from tgis.cli.quantize import quantize as quantize_command
 from tgis.hub import model_files
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.models import registry
@@ -87,7 +87,7 @@ def call(*words: object, code: int = 1) -> str:
     num_threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # several threads would wait for each other on a busy machine
     try:
-        result = CliRunner().invoke(models.quantize, [str(word) for word in words], catch_exceptions=False)
+        result = CliRunner().invoke(quantize_command, [str(word) for word in words], catch_exceptions=False)
     finally:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(num_threads)

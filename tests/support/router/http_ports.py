@@ -14,6 +14,7 @@ from tgis.router.api.http.serving.ports import HttpPorts
 from tgis.router.api.openai.errors import OPENAI_ERRORS
 from tgis.router.api.openai.pages import page_routes
 from tgis.router.api.openai.rules import OPENAI
+from tgis.router.api.port_resources import PortResources
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.scrape import render_process
 
@@ -36,8 +37,8 @@ async def open_ports(api: str | None = "openai", **options: Any) -> AsyncIterato
     """Yield the HTTP port, and the API's port if it has its own."""
     config = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, http_api=api, **options)
     metrics, apis = Metrics(MetricLimits(9, 9, 9)), [api_on(config)]
-    render, reports = render_process(metrics), load_reports(metrics)
     tokens = BearerTokens(config.auth_tokens_path) if config.auth_tokens_path else None
-    ports = HttpPorts(config, lambda: True, metrics, apis, None, render, MemoryRelease(), reports, tokens)
+    resources = PortResources(metrics, MemoryRelease(), load_reports(metrics), tokens=tokens)
+    ports = HttpPorts(config, resources, apis, lambda: True, render_process(metrics))
     async with ports.serve() as port, ports.serve_api() as api_port:
         yield {HTTP: port} if api_port is None else {HTTP: port, API: api_port}

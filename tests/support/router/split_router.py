@@ -18,6 +18,7 @@ from tgis.launcher.plan import LaunchError
 from tgis.launcher.router_group import RouterGroup
 from tgis.launcher.shared_ports import SharedPorts
 from tgis.process.child import GIVE_UP, Child
+from tgis.process.output_lines import LineForm
 from tgis.router import app
 
 MODULE = "tests.support.router.split_router"
@@ -59,7 +60,7 @@ def _make_worker(config: RouterConfig, number: int) -> Child:
 
 def _make_child(name: str, command: str, prefix: str, config: RouterConfig) -> Child:
     prefix = "" if config.json_output else prefix
-    return Child(name, [command, *to_flags(config)], prefix, has_heartbeat=True)
+    return Child(name, [command, *to_flags(config)], LineForm(prefix), has_heartbeat=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from tgis.config.processes import LauncherConfig, ShardConfig
 from tgis.launcher.child_configs import line_fields, uses_tcp
 from tgis.process.child import Child, End
 from tgis.process.handover import send_options
+from tgis.process.output_lines import LineForm
 
 # Number of spins of an idle OpenMP thread before it sleeps, about 0.4 ms on an Intel Xeon. By default it
 # spins for milliseconds and takes a core from the router, the clients and the other threads of its step:
@@ -33,11 +34,10 @@ class ShardProcess:
         self._child = Child(
             f"shard {rank}",
             command,
-            f"Shard {rank}: ",
-            env,
+            LineForm(f"Shard {rank}: ", line_fields(config, "shard", {"rank": rank})),
+            default_env=env,
             has_heartbeat=True,
             fds=[fd],
-            fields=line_fields(config, "shard", {"rank": rank}),
         )
 
     async def start(self) -> None:

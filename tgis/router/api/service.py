@@ -255,12 +255,12 @@ class GenerationService:
         spec = admitted.specs[index]
         text = admitted.make_text()
         sequence_id = engine.open(admitted.claim_id, spec, text)
-        arriving = engine.events(sequence_id)
+        event_lists = engine.events(sequence_id)
         timer = _call_at(admitted.deadline, partial(engine.cancel, sequence_id))
         num_generated = 0
         max_tokens = _max_tokens(spec.details)
         try:
-            async for events in arriving:
+            async for events in event_lists:
                 if len(events) == 1 and isinstance(token := events[0], TokenDetail):  # the common case
                     num_generated += 1
                     yield record(Output(text.take(1), (token,), num_generated))
@@ -270,9 +270,9 @@ class GenerationService:
                 if isinstance(first, InputTokens):
                     yield record(first)
                 while len(tokens) > max_tokens:
-                    part, tokens = tokens[:max_tokens], tokens[max_tokens:]
+                    chunk, tokens = tokens[:max_tokens], tokens[max_tokens:]
                     num_generated += max_tokens
-                    yield record(Output(text.take(max_tokens), part, num_generated))
+                    yield record(Output(text.take(max_tokens), chunk, num_generated))
                     await asyncio.sleep(0)
                 num_generated += len(tokens)
                 if isinstance(last, Ended):

@@ -8,13 +8,11 @@ from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.sequence import Sequence
 
 
-def follow_engine(
-    aliases: AliasedSeries, scheduler: Scheduler, loras: AdapterCache, max_batch_size: int
-) -> None:
+def follow_engine(aliases: AliasedSeries, scheduler: Scheduler, loras: AdapterCache) -> None:
     """Make each scrape read the engine's state, so that steps need not update these series."""
 
     def lora_use() -> LoraUse:
-        maximum = max_loras(loras, max_batch_size)
+        maximum = max_loras(loras, scheduler.max_sequences)
         return LoraUse(maximum, _lora_ids(scheduler.running), _lora_ids(scheduler.waiting))
 
     aliases.follow_cache(lambda: CacheShape(scheduler.pool.block_size, scheduler.pool.num_blocks))

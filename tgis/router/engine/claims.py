@@ -210,8 +210,8 @@ class LocalHandle:
 
     def __init__(self, claims: Claims) -> None:
         self._claims = claims
-        self._held: dict[ClaimId, Claim] = {}
-        self._opened: dict[SequenceId, tuple[LiveRequest, EventQueue]] = {}
+        self._open_claims: dict[ClaimId, Claim] = {}
+        self._generations: dict[SequenceId, tuple[LiveRequest, EventQueue]] = {}
         self._numbers = count()
         self._wake_ups = WakeUps()
         self._cache_listener: CacheListener | None = None
@@ -228,13 +228,13 @@ class LocalHandle:
     ) -> ClaimId:
         claim = self._claims.acquire(count, work, limits)
         claim_id = ClaimId(next(self._numbers))
-        self._held[claim_id] = claim
+        self._open_claims[claim_id] = claim
         return claim_id
 
     async def lease(
         self, claim_id: ClaimId, prefix_id: str | None, adapter_id: str | None, request_id: str
     ) -> CallAdapters:
-        return await self._claims.lease(self._held[claim_id], prefix_id, adapter_id, request_id)
+        return await self._claims.lease(self._open_claims[claim_id], prefix_id, adapter_id, request_id)
 
     async def adapter_names(self) -> Mapping[str, str]:
         return self._claims.names.ids
@@ -254,17 +254,18 @@ class LocalHandle:
     ) -> SequenceId:
         sequence_id = SequenceId(next(self._numbers))
         events = EventQueue(self._wake_ups.wake)
-        live = self._claims.open(self._held[claim_id], sequence_id, spec, sink, progress, events)
-        self._opened[sequence_id] = live, events
+        live = self._claims.open(self._open_claims[claim_id], sequence_id, spec, sink, progress, events)
+        self._generations[sequence_id] = live, events
         return sequence_id
 
     def events(self, sequence_id: SequenceId) -> AsyncIterator[list[Event]]:
-        _, events = self._opened[sequence_id]
+        _, events = self._generations[sequence_id]
         return events
 
     def cancel(self, sequence_id: SequenceId) -> None:
-        if (opened := self._opened.pop(sequence_id, None)) is not None:
-            self._claims.cancel(opened[0])
+        live, _ = self._generations.pop(sequence_id, (None, None))
+        if live is not None:
+            self._claims.cancel(live)
 
     def watch_cache(self, listener: CacheListener | None) -> None:
         recorder = self._claims.cache_recorder
@@ -284,7 +285,7 @@ class LocalHandle:
         self._claims.flush_cache()
 
     def release(self, claim_id: ClaimId) -> None:
-        if (claim := self._held.pop(claim_id, None)) is not None:
+        if (claim := self._open_claims.pop(claim_id, None)) is not None:
             for sequence_id in claim.live:
-                self._opened.pop(sequence_id, None)
+                self._generations.pop(sequence_id, None)
             self._claims.release(claim)

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from tgis import failpoints
 from tgis.router.adapters.residency import AdapterResidency
@@ -17,9 +18,7 @@ from tgis.router.errors import Code, internal_error
 from tgis.router.events import Failed, Failure, InputTokens
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import ResourceCount
-from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.cache_events import CacheRecorder
-from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import AdapterKind, Sequence, StopReason, TokenDetail
@@ -32,52 +31,58 @@ WORKERS_LOST = Failed(Code.UNAVAILABLE, LOST)
 _NOT_FINISHED = StopReason.NOT_FINISHED  # cached, because every token needs it
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimeLimits:
+    """Times in seconds after which the engine fails requests. None means no limit."""
+
+    recovery_s: float
+    """Time for lost shards to return."""
+    first_token_s: float | None = None
+    next_token_s: float | None = None
+    queue_s: float | None = None
+    """Time until the first step."""
+
+
 class Engine:
     """Owner of the live requests, the scheduler and the sent steps. `run` is its only task."""
 
     def __init__(
         self,
         residency: AdapterResidency,
-        pool: BlockPool,
+        scheduler: Scheduler,
         metrics: Metrics,
         *,
-        max_batch_size: int,
-        rope_switch_len: int,
-        proposer: Proposer | None,
-        reserves_output: bool,
         budget: TokenBudget,
         steps_in_flight: int,
-        recovery_timeout: float,
-        token_timeouts: tuple[float | None, float | None],
-        max_queue_time: float | None = None,
+        time_limits: TimeLimits,
         on_ready: Callable[[bool], None],
     ) -> None:
-        """`residency` must be connected. `token_timeouts` are the time limits in seconds for the first token
-        and for each later one, and `max_queue_time` is that for the first step. `on_ready` is called when the
-        shards are lost and when they return."""
-        self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer, reserves_output)
+        """`residency` must be connected. `on_ready` is called when the shards are lost and when they
+        return."""
+        self.scheduler = scheduler
         self._residency = residency
         self._shards = residency.shards
         self._metrics = metrics
         self._budget = budget
-        self._proposer = proposer
+        self._proposer = scheduler.proposer
         self._steps_in_flight = steps_in_flight
-        self._recovery_timeout = recovery_timeout
+        self._recovery_s = time_limits.recovery_s
         self._on_ready = on_ready
-        self._step_metrics = StepMetrics(self.scheduler, metrics)
-        self._token_timeouts = TokenTimeouts(*token_timeouts, self._fail)
-        self._queue_timeout = (
-            None if max_queue_time is None else QueueTimeout(max_queue_time, self._refuse_late)
-        )
+        self._step_metrics = StepMetrics(scheduler, metrics)
+        self._token_timeouts = TokenTimeouts(time_limits.first_token_s, time_limits.next_token_s, self._fail)
+        queue_s = time_limits.queue_s
+        self._queue_timeout = None if queue_s is None else QueueTimeout(queue_s, self._refuse_late)
         self._live: dict[Sequence, LiveRequest] = {}
         self.cache_recorder = CacheRecorder(lambda: self.scheduler.pool)
-        self._connected = self._given_up = self._fill_is_due = False
+        self._is_connected = False
+        self._has_given_up = False
+        self._fill_is_due = False
         self._requests = ResourceCount()
         metrics.requests_live.follow(lambda: len(self._live))
         metrics.follow_resource("request", self._requests)
         if metrics.aliases is not None:
             loras = residency.caches[AdapterKind.LORA]
-            follow_engine(metrics.aliases, self.scheduler, loras, max_batch_size)
+            follow_engine(metrics.aliases, scheduler, loras)
 
     @property
     def num_live(self) -> int:
@@ -86,7 +91,7 @@ class Engine:
     def open(self, live: LiveRequest) -> None:
         """Accept a sequence, which may already have generated tokens."""
         sequence = live.sequence
-        if self._given_up:
+        if self._has_given_up:
             live.events.deliver(WORKERS_LOST)
         elif not self._has_adapters(sequence):
             live.events.deliver(lost_adapter(sequence.request_id))
@@ -103,7 +108,7 @@ class Engine:
     async def run(self) -> None:
         """Run until cancelled. The engine survives the loss of the shards."""
         while True:
-            self._connected = True
+            self._is_connected = True
             self._on_ready(True)
             self._fill()
             try:
@@ -112,7 +117,7 @@ class Engine:
                     self._fill()
             except ShardsLostError as error:
                 logger.warning("%s; requests to resume: %d", error, len(self._live))
-            self._connected = False
+            self._is_connected = False
             self._token_timeouts.pause()
             self._on_ready(False)
             self._metrics.shard_restarts.add()
@@ -122,7 +127,7 @@ class Engine:
 
     def give_up(self) -> None:
         """Fail all requests and refuse new ones, because the shards are lost."""
-        self._given_up = True
+        self._has_given_up = True
         for live in list(self._live.values()):
             self._fail(live, WORKERS_LOST)
         self._residency.give_up()
@@ -150,7 +155,7 @@ class Engine:
     def _fill(self) -> None:
         self._fill_is_due = False
         scheduler = self.scheduler
-        while self._connected and scheduler.num_in_flight < self._steps_in_flight:
+        while self._is_connected and scheduler.num_in_flight < self._steps_in_flight:
             num_decoding = scheduler.num_decoding
             num_prompts = len(scheduler.waiting) + len(scheduler.running) - num_decoding
             step = scheduler.next_step(self._budget.prompt_tokens(num_decoding, num_prompts))
@@ -204,11 +209,11 @@ class Engine:
 
     def _take_tokens(self, sampled: Iterable[SampledToken]) -> None:
         now = time.monotonic()
-        lives = self._live
+        live_requests = self._live
         # This has few keys, because most tokens of a step follow tokens of one earlier step.
         times_before: dict[float, int] = {}
         for sequence, token, ended in sampled:
-            live = lives.get(sequence)
+            live = live_requests.get(sequence)
             if live is None:  # The sequence ended while the step was in flight.
                 continue
             if live.awaits_first:
@@ -290,10 +295,10 @@ class Engine:
     def _suspend(self) -> None:
         """Return all sequences to the waiting queue after a loss of the shards, and fail a crash suspect."""
         pool = self.scheduler.pool
-        culprit = self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))
-        if culprit is not None:
-            text = "the shards crash whenever they compute it"
-            self._fail(self._live[culprit], _internal_error(culprit.request_id, text))
+        suspect = self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))
+        if suspect is not None:
+            cause = "the shards crash whenever they compute it"
+            self._fail(self._live[suspect], _internal_error(suspect.request_id, cause))
         now = time.monotonic()
         for live in list(self._live.values()):
             deadline = live.sequence.stopping.deadline
@@ -302,13 +307,13 @@ class Engine:
 
     async def _reconnect(self) -> None:
         try:
-            async with asyncio.timeout(self._recovery_timeout):
+            async with asyncio.timeout(self._recovery_s):
                 info = await self._residency.connect()
         except TimeoutError:
-            logger.error("the shards did not come back within %s s", self._recovery_timeout)
+            logger.error("the shards did not come back within %s s", self._recovery_s)
             self.give_up()
             info = await self._residency.connect()
-            self._given_up = False
+            self._has_given_up = False
         for live in list(self._live.values()):
             if not self._has_adapters(live.sequence):
                 self._fail(live, lost_adapter(live.sequence.request_id))

@@ -10,7 +10,7 @@ from tgis.pb import shard_pb2
 from tgis.router.adapters.registry import AdapterRegistry
 from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.claims import Claims, ConcurrencyLimit, LocalHandle, is_encoder_decoder
-from tgis.router.engine.engine import Engine
+from tgis.router.engine.engine import Engine, TimeLimits
 from tgis.router.engine.handle import EngineHandle, LimitedWork
 from tgis.router.errors import StartupError
 from tgis.router.metrics.gauges import GaugeValues
@@ -19,6 +19,7 @@ from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
 from tgis.router.scheduling.proposers.shard_drafts import ShardDrafts
+from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.state_pool import StatePool, choose_interval
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.shards.client import ShardClient
@@ -64,19 +65,17 @@ class LocalEngine:
         proposer = _open_proposer(config, info, budget)
         if isinstance(proposer, ShardDrafts):
             metrics.speculator_active.follow(lambda: proposer.is_active)
+        pool = _open_pool(config, info)
+        scheduler = Scheduler(
+            pool, config.max_batch_size, info.rope_switch_len, proposer, config.reserve_output
+        )
         self._engine = Engine(
             self._adapters.residency,
-            _open_pool(config, info),
+            scheduler,
             metrics,
-            max_batch_size=config.max_batch_size,
-            rope_switch_len=info.rope_switch_len,
-            proposer=proposer,
-            reserves_output=config.reserve_output,
             budget=budget,
             steps_in_flight=config.steps_in_flight,
-            recovery_timeout=config.recovery_timeout,
-            token_timeouts=(config.first_token_timeout, config.next_token_timeout),
-            max_queue_time=config.max_queue_time,
+            time_limits=_time_limits(config),
             on_ready=self._on_ready,
         )
         if self._kv_events is not None:
@@ -111,6 +110,15 @@ class LocalEngine:
         if self._kv_events is not None:
             self._kv_events.close()
         await self._shards.close()
+
+
+def _time_limits(config: RouterConfig) -> TimeLimits:
+    return TimeLimits(
+        recovery_s=config.recovery_timeout,
+        first_token_s=config.first_token_timeout,
+        next_token_s=config.next_token_timeout,
+        queue_s=config.max_queue_time,
+    )
 
 
 def _open_pool(config: RouterConfig, info: shard_pb2.InfoResponse) -> BlockPool:

@@ -55,7 +55,7 @@ class WorkerSession:
         self._claims = claims
         self._send = send
         self._send_now = send_now
-        self._held: dict[ClaimId, Claim] = {}
+        self._open_claims: dict[ClaimId, Claim] = {}
         self._names: dict[ClaimId, CallName] = {}
         """Names of calls that have one."""
         self._live: dict[SequenceId, LiveRequest | None] = {}
@@ -79,7 +79,9 @@ class WorkerSession:
         """Restore the claims and adapters that the worker had from an earlier engine process, regardless of
         limits."""
         for again in message.claims:
-            claim = self._held[again.claim_id] = self._claims.acquire(again.count, again.work, is_again=True)
+            claim = self._open_claims[again.claim_id] = self._claims.acquire(
+                again.count, again.work, is_again=True
+            )
             if again.name is not None:
                 self._names[again.claim_id] = again.name
             if again.adapters.present:
@@ -98,7 +100,7 @@ class WorkerSession:
 
     def close(self) -> None:
         """Release all claims of the worker, because it has disconnected."""
-        for claim_id in list(self._held):
+        for claim_id in list(self._open_claims):
             self._release(wire.Release(claim_id))
         if self._is_watching:
             self._claims.cache_recorder.discard(self._report_cache)
@@ -141,13 +143,13 @@ class WorkerSession:
         except RouterError as error:
             self._send(wire.refused(message.claim_id, error))
         else:
-            self._held[message.claim_id] = claim
+            self._open_claims[message.claim_id] = claim
             if message.name is not None:
                 self._names[message.claim_id] = message.name
             self._send(wire.Acquired(message.claim_id))
 
     def _lease(self, message: wire.TakeLease) -> None:
-        if (claim := self._held.get(message.claim_id)) is not None:
+        if (claim := self._open_claims.get(message.claim_id)) is not None:
             claim.leasing = asyncio.create_task(self._take_lease(claim, message), name="lease")
 
     async def _take_lease(self, claim: Claim, message: wire.TakeLease) -> None:
@@ -179,7 +181,7 @@ class WorkerSession:
         self._send(wire.CacheChanged(changes))
 
     def _open(self, message: wire.Open) -> None:
-        claim = self._held.get(message.claim_id)
+        claim = self._open_claims.get(message.claim_id)
         if claim is None:
             return
         self._live[message.sequence_id] = None
@@ -192,7 +194,7 @@ class WorkerSession:
         sequence_id = message.sequence_id
         if sequence_id not in self._live:  # cancelled while its adapters were being loaded
             return
-        if message.claim_id not in self._held:  # released while its adapters were being loaded
+        if message.claim_id not in self._open_claims:  # released while its adapters were being loaded
             del self._live[sequence_id]
             return
         receiver = _Receiver(self, sequence_id)
@@ -211,7 +213,7 @@ class WorkerSession:
 
     def _release(self, message: wire.Release) -> None:
         self._names.pop(message.claim_id, None)
-        claim = self._held.pop(message.claim_id, None)
+        claim = self._open_claims.pop(message.claim_id, None)
         if claim is None:
             return
         for sequence_id in claim.live:

@@ -119,12 +119,11 @@ class InputLog:
             self._end(StopReason.CANCELLED, None)
             return
         self.has_ended = True
-        if isinstance(error, RouterError):
-            error.is_logged = True
         call = self.call_log.call
         code = Code.INTERNAL
         reason = ""
         if isinstance(error, RouterError):
+            error.is_logged = True
             text = call.describe_refusal(error) if isinstance(error, RequestError) else error.log_text
             code = error.code
             reason = f": {text[:MAX_ERROR_CHARS]}"

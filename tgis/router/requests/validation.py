@@ -61,10 +61,10 @@ class RequestLimits:
         return room if limit is None else min(limit, room)
 
     def max_stop_sequences_for(self, api: ApiRules) -> int:
-        of_operator, of_api = self.max_stop_sequences, api.max_stop_sequences
-        if of_operator is None:
-            return of_api
-        return max(of_operator, of_api) if api.keeps_its_stop_bound else of_operator
+        limit = self.max_stop_sequences
+        if limit is None:
+            return api.max_stop_sequences
+        return max(limit, api.max_stop_sequences) if api.keeps_its_stop_bound else limit
 
     def max_best_of_for(self, api: ApiRules) -> int:
         return api.max_best_of if self.max_best_of is None else self.max_best_of
@@ -91,33 +91,27 @@ def check_parameters(
     limit starts here. Raises RequestError for the first broken rule. Rules that TGIS lacks come last."""
     deadline = time.monotonic() + params.time_limit_ms / 1000
     sampling = _check_sampling(params, api, limits)
-    max_allowed = limits.max_new_tokens_for(api)
-    min_new_tokens = params.min_new_tokens
-    max_new_tokens = params.max_new_tokens or api.default_max_new_tokens or max_allowed
-    # Without a limit of the operator or the API, the room after the input shortens the answer.
-    is_bounded = limits.max_new_tokens is not None or api.max_new_tokens is not None
-    fits = max_new_tokens <= max_allowed or not is_bounded
-    _require(fits, f"max_new_tokens must be <= {max_allowed}", parameter="max_new_tokens")
-    fits = min_new_tokens <= max_new_tokens
-    _require(fits, "min_new_tokens must be <= max_new_tokens", parameter="min_new_tokens")
+    max_new_tokens = _check_num_new_tokens(params, api, limits)
     _check_penalties(sampling)
     constraint = _check_guided(params, limits)
+    max_stops = limits.max_stop_sequences_for(api)
+    _check_num_stop_sequences(params, max_stops)
     details = _check_details(params, api, limits)
-    refusal = STOP_SEQUENCES_TEXT.format(limits.max_stop_sequences_for(api))
-    for stop in params.stop_sequences:
-        _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, refusal, parameter="stop_sequences")
+    _check_stop_sequence_sizes(params, max_stops)
     _check_rules(params, vocab_size)
     # A grammar needs the model's EOS tokens to end its texts.
     ends = frozenset() if params.ignore_eos and constraint is None else eos_token_ids
     stopping = Stopping(
         max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
+        min_new_tokens=params.min_new_tokens,
         eos_token_ids=ends.union(params.stop_token_ids),
         deadline=deadline if params.time_limit_ms else None,
     )
     include = params.include_stop_sequence
     stops = StopSequences(
-        params.stop_sequences, limits.include_stop_sequence if include is None else include, min_new_tokens
+        params.stop_sequences,
+        limits.include_stop_sequence if include is None else include,
+        params.min_new_tokens,
     )
     return CheckedCall(SequenceSpec((), stopping, sampling, details), stops, constraint)
 
@@ -164,18 +158,22 @@ class Validator:
 
         Texts are tokenized up to the first one whose number of bytes proves that it is too long. Raises
         RequestError for the first text that cannot be served, and OverloadedError."""
-        num_served, least = self._find_too_long(call, spec)
+        num_served, min_refused = self._find_too_long(call, spec)
         # Longer texts are refused, so their further tokens are not needed.
         max_ids = self.limits.max_sequence_length
         inputs = await self._tokenizer.encode_ids(
-            call.texts[:num_served], max_ids, call.connection, call.inputs_are_ids, call.adds_special_tokens
+            call.texts[:num_served],
+            max_ids,
+            call.connection,
+            are_ids=call.inputs_are_ids,
+            adds_special_tokens=call.adds_special_tokens,
         )
         for ids in inputs:
             self._metrics.request_raw_input_length.observe(ids.num_tokens)
         specs = [self._complete(spec, ids, call) for ids in inputs]
         if num_served < len(call.texts):  # All earlier texts can be served, so this one is refused.
-            self._check_length(least, f"at least {least}", spec)
-        return [sibling for each in specs for sibling in _siblings(each, call.parameters.n)]
+            self._check_length(min_refused, f"at least {min_refused}", spec)
+        return [sibling for complete in specs for sibling in _siblings(complete, call.parameters.n)]
 
     def _find_too_long(self, call: GenerationCall, spec: SequenceSpec) -> tuple[int, int]:
         """Return the index of the first text whose number of bytes proves that it is too long, and a lower
@@ -188,12 +186,12 @@ class Validator:
         minimum = spec.stopping.min_new_tokens
         room = limit - self._prefix_length(spec.adapters) - max(minimum, 1)
         room = min(room, self.limits.max_input_tokens or room)
-        for i, text in enumerate(texts):
-            least = -(-len(text.encode()) // bound)  # rounded up
-            least = min(least, call.parameters.truncate_input_tokens or least)
+        for index, text in enumerate(texts):
+            min_tokens = -(-len(text.encode()) // bound)  # rounded up
+            min_tokens = min(min_tokens, call.parameters.truncate_input_tokens or min_tokens)
             # An empty text must be tokenized, because it may be refused for having no tokens.
-            if least > max(room, 0):
-                return i, least
+            if min_tokens > max(room, 0):
+                return index, min_tokens
         return len(texts), 0
 
     def _complete(self, spec: SequenceSpec, ids: TokenIds, call: GenerationCall) -> SequenceSpec:
@@ -204,7 +202,9 @@ class Validator:
         has_tokens = ids.num_tokens + num_before > 0
         _require(has_tokens, "tokenizer error the input has no tokens", parameter="text")
         num_inputs, token_ids = self._tokenizer.truncate(
-            ids, params.truncate_input_tokens, call.adds_special_tokens and not call.inputs_are_ids
+            ids,
+            params.truncate_input_tokens,
+            begins_as_texts=call.adds_special_tokens and not call.inputs_are_ids,
         )
         num_left = self._check_length(num_inputs, str(num_inputs), spec)
         if not call.api.shortens_texts and params.max_new_tokens > num_left:
@@ -285,6 +285,25 @@ def _same_named(params: Parameters, *, random_only: bool) -> dict[str, Any]:
     return {each.name: getattr(params, each.name) or each.off for each in named}
 
 
+def _check_num_new_tokens(params: Parameters, api: ApiRules, limits: RequestLimits) -> int:
+    """Check the limits of new tokens, and return the maximum."""
+    max_allowed = limits.max_new_tokens_for(api)
+    max_new_tokens = params.max_new_tokens or api.default_max_new_tokens or max_allowed
+    # Without a limit of the operator or the API, the room after the input shortens the answer.
+    is_bounded = limits.max_new_tokens is not None or api.max_new_tokens is not None
+    _require(
+        max_new_tokens <= max_allowed or not is_bounded,
+        f"max_new_tokens must be <= {max_allowed}",
+        parameter="max_new_tokens",
+    )
+    _require(
+        params.min_new_tokens <= max_new_tokens,
+        "min_new_tokens must be <= max_new_tokens",
+        parameter="min_new_tokens",
+    )
+    return max_new_tokens
+
+
 def _check_penalties(sampling: Sampling) -> None:
     for name in ("repetition_penalty", "length_penalty_factor"):
         _require_in_range(name, getattr(sampling, name))
@@ -300,10 +319,18 @@ def _check_guided(params: Parameters, limits: RequestLimits) -> Constraint | Non
     return constraint
 
 
+def _check_num_stop_sequences(params: Parameters, max_stops: int) -> None:
+    is_allowed = len(params.stop_sequences) <= max_stops
+    _require(is_allowed, STOP_SEQUENCES_TEXT.format(max_stops), parameter="stop_sequences")
+
+
+def _check_stop_sequence_sizes(params: Parameters, max_stops: int) -> None:
+    refusal = STOP_SEQUENCES_TEXT.format(max_stops)
+    for stop in params.stop_sequences:
+        _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, refusal, parameter="stop_sequences")
+
+
 def _check_details(params: Parameters, api: ApiRules, limits: RequestLimits) -> Details:
-    max_stops = limits.max_stop_sequences_for(api)
-    has_few_stops = len(params.stop_sequences) <= max_stops
-    _require(has_few_stops, STOP_SEQUENCES_TEXT.format(max_stops), parameter="stop_sequences")
     num_top = params.top_n_tokens
     max_top_n = api.max_top_n_tokens or limits.max_top_n_tokens
     wants_more = params.token_logprobs or params.token_ranks or num_top > 0

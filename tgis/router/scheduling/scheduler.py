@@ -52,7 +52,8 @@ class Scheduler:
         maximum length at admission, so that only a crash suspect can preempt it. If the pool has states, the
         proposer leaves drafts to the shards, which roll the states back."""
         self.pool = pool
-        self._proposer = proposer
+        self.max_sequences = max_sequences
+        self.proposer = proposer
         self._rope_switch_len = rope_switch_len
         self._reserves_output = reserves_output
         self.waiting = WaitingQueue()
@@ -92,7 +93,7 @@ class Scheduler:
             return None if self._in_flight else self._try_alone(suspect, max_prompt_tokens)
         num_preemptions = self.num_preemptions
         decodes = list(self._continue_decoding(max_prompt_tokens // 2))
-        if self._proposer is not None:
+        if self.proposer is not None:
             max_prompt_tokens -= sum(item.drafts.max_tokens for item in decodes)
         num_running = len(self.running)
         newcomers = list[WorkItem]()
@@ -198,7 +199,7 @@ class Scheduler:
     def _continue_decoding(self, max_drafts: int) -> Iterator[WorkItem]:
         # Drafts must not take the capacity of sequences that could sample instead.
         max_drafts = min(max_drafts, self.rows.num_free - len(self.waiting))
-        proposer = self._proposer
+        proposer = self.proposer
         if proposer is not None and not proposer.begin(len(self.running), max_drafts):
             proposer = None
         running = self.running
@@ -244,8 +245,8 @@ class Scheduler:
         so that none starves. A sequence that waits for a sibling blocks none and keeps its place. With
         `must_fit`, only sequences are admitted whose prompt can be computed within the budget."""
         waiting = self.waiting
-        is_held = partial(waits_for_sibling, self.pool)
-        while budget > 0 and self.rows.num_free and (sequence := waiting.next(is_held)) is not None:
+        must_wait = partial(waits_for_sibling, self.pool)
+        while budget > 0 and self.rows.num_free and (sequence := waiting.next(must_wait)) is not None:
             work = self._admit(sequence, budget, is_alone, must_fit)
             if work is None:
                 return
@@ -261,8 +262,8 @@ class Scheduler:
         if sequence in self._last_step:
             return None
         sequence.is_long = 0 < self._rope_switch_len < len(sequence.token_ids)
-        if self._proposer is not None:
-            sequence.is_followed = self._proposer.follows(sequence, len(self.running) + 1)
+        if self.proposer is not None:
+            sequence.is_followed = self.proposer.follows(sequence, len(self.running) + 1)
         cached = find_cached(self.pool, sequence)
         if cached.num_to_encode >= budget and not is_alone:
             return None
@@ -317,7 +318,7 @@ class Scheduler:
         return end if states is None else states.cut(sequence, end, self.pool.block_size)
 
     def _send(self, decodes: list[WorkItem], prompts: list[WorkItem], newcomers: list[WorkItem]) -> Step:
-        may_draft = self._proposer is not None
+        may_draft = self.proposer is not None
         work = [*decodes, *prompts, *newcomers]
         step = Step(
             self._num_steps,

@@ -15,7 +15,7 @@ from tgis.router.sequence import Sequence
 QUANTUM = 256
 """Tokens of one turn: prompt tokens to compute of admitted sequences, and generated tokens."""
 
-IsHeld = Callable[[Sequence], bool]
+MustWait = Callable[[Sequence], bool]
 Lane = dict[str, deque[Sequence]]
 """Waiting sequences of one priority, by tenant."""
 
@@ -85,14 +85,14 @@ class WaitingQueue:
         self._returned.appendleft(sequence)
         self._count(1)
 
-    def next(self, is_held: IsHeld) -> Sequence | None:
-        """Return the sequence to admit next, or None. A sequence for which `is_held` is true is skipped and
+    def next(self, must_wait: MustWait) -> Sequence | None:
+        """Return the sequence to admit next, or None. A sequence for which `must_wait` is true is skipped and
         keeps its place."""
         for sequence in self._returned:
-            if not is_held(sequence):
+            if not must_wait(sequence):
                 return sequence
         for priority in self._priorities:
-            if (chosen := self._choose(priority, is_held)) is not None:
+            if (chosen := self._choose(priority, must_wait)) is not None:
                 return chosen
         return None
 
@@ -118,28 +118,28 @@ class WaitingQueue:
             del self._ring[name]
         self._count(0)
 
-    def _choose(self, priority: int, is_held: IsHeld) -> Sequence | None:
+    def _choose(self, priority: int, must_wait: MustWait) -> Sequence | None:
         lane = self._lanes[priority]
         if not self.is_contended:
             [queue] = lane.values()
-            return _first(queue, is_held)
+            return _first(queue, must_wait)
         chosen = self._chosen.get(priority)
-        if chosen is not None and (first := _first(lane[chosen], is_held)) is not None:
+        if chosen is not None and (first := _first(lane[chosen], must_wait)) is not None:
             return first
-        if all(_first(queue, is_held) is None for queue in lane.values()):
+        if all(_first(queue, must_wait) is None for queue in lane.values()):
             return None
-        first = self._next_in_turn(lane, is_held)
+        first = self._next_in_turn(lane, must_wait)
         self._chosen[priority] = first.cache_salt.tenant
         self._count(0)
         return first
 
-    def _next_in_turn(self, lane: Lane, is_held: IsHeld) -> Sequence:
-        """Return the first sequence of the tenant whose turn it is. One sequence at least is not held."""
+    def _next_in_turn(self, lane: Lane, must_wait: MustWait) -> Sequence:
+        """Return the first sequence of the tenant whose turn it is. At least one sequence need not wait."""
         while True:
             least = None
             for _ in range(len(self._ring)):
                 name = next(iter(self._ring))
-                first = _first(lane.get(name, ()), is_held)
+                first = _first(lane.get(name, ()), must_wait)
                 num_used = self._ring[name].num_used
                 if first is not None and num_used < QUANTUM:
                     return first
@@ -147,7 +147,7 @@ class WaitingQueue:
                 if first is not None:
                     num_used -= QUANTUM
                     least = num_used if least is None else min(least, num_used)
-            assert least is not None, "a sequence is not held"
+            assert least is not None, "at least one sequence need not wait"
             self._repay(least // QUANTUM * QUANTUM)  # at once, because the next rounds would only repay
 
     def _end_turn(self, name: str) -> None:
@@ -192,8 +192,8 @@ class WaitingQueue:
         self.is_contended = is_contended
 
 
-def _first(queue: deque[Sequence] | tuple[()], is_held: IsHeld) -> Sequence | None:
+def _first(queue: deque[Sequence] | tuple[()], must_wait: MustWait) -> Sequence | None:
     for sequence in queue:
-        if not is_held(sequence):
+        if not must_wait(sequence):
             return sequence
     return None

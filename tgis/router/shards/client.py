@@ -212,14 +212,18 @@ class ShardClient:
         finally:
             for call in calls:
                 call.cancel()
+        return infos if self._is_group(infos) else None
+
+    def _is_group(self, infos: list[pb.InfoResponse]) -> bool:
+        """Return True if these are the ranks of one start of a group. Log a wrong rank."""
         for rank, info in enumerate(infos):
             if info.rank != rank:
                 self._log_once(rank, f"rank {info.rank} answers there")
-                return None
+                return False
             if info.world_size != len(infos):
                 self._log_once(rank, f"it belongs to {info.world_size} shards, but {len(infos)} are expected")
-                return None
-        return infos if len({info.epoch for info in infos}) == 1 else None
+                return False
+        return len({info.epoch for info in infos}) == 1
 
     async def _open_streams(self) -> bool:
         """Open the step streams. Return False if a rank is unreachable again."""
@@ -263,7 +267,7 @@ class ShardClient:
         """Queue the oldest step's answer once all ranks have answered. Answers that differ or cannot be
         decoded are a failure of the group."""
         while self._steps and all(self._responses):
-            responses = [each.popleft() for each in self._responses]
+            responses = [queue.popleft() for queue in self._responses]
             step = self._steps.popleft()
             self._settle(step)
             if len({(response.step_id, response.digest) for response in responses}) > 1:

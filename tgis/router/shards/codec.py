@@ -79,9 +79,9 @@ def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
         ends=_pack(ends),
         num_new_blocks=_pack([*map(len, new_blocks)]),
         new_blocks=_pack([*chain.from_iterable(new_blocks)]),
-        num_drafts=_pack([len(each.token_ids) for each in drafts]) if step.num_drafts else b"",
-        draft_ids=_pack([token_id for each in drafts for token_id in each.token_ids]),
-        max_drafts=_pack([each.max_proposed for each in drafts]) if step.max_proposed else b"",
+        num_drafts=_pack([len(draft.token_ids) for draft in drafts]) if step.num_drafts else b"",
+        draft_ids=_pack([token_id for draft in drafts for token_id in draft.token_ids]),
+        max_drafts=_pack([draft.max_proposed for draft in drafts]) if step.max_proposed else b"",
         state_saves=b"" if all(slot is None for slot in saves) else _pack([*map(_encode_slot, saves)]),
         followed=bytes([item.sequence.is_followed for item in step.work]) if step.num_followed else b"",
         timeout_ms=min(round(1000 * timeout_s), MAX_U32),
@@ -237,8 +237,8 @@ def _drafted(step: Step, response: pb.StepResponse, proposed: dict[int, int]) ->
         item.row: item.samples + len(item.drafts.token_ids) + proposed.get(item.row, 0) for item in step.work
     }
     token_ids = _integers(response.token_ids)
-    rows, ended = _tokens_rows(response, len(token_ids))
-    columns = zip(rows, token_ids, ended, *_detail_columns(response, len(rows)), strict=True)
+    rows, ends = _tokens_rows(response, len(token_ids))
+    columns = zip(rows, token_ids, ends, *_detail_columns(response, len(rows)), strict=True)
     for row, token_id, ended, logprob, rank, top in columns:
         sequence = sequences[row]
         remaining[row] -= 1
@@ -261,11 +261,11 @@ def _tokens_rows(response: pb.StepResponse, num_tokens: int) -> tuple[list[int],
     counts = _integers(response.num_tokens)
     if min(counts) < 1 or sum(counts) != num_tokens:
         raise ValueError("the counts of tokens do not match the tokens")
-    ends = zip(response.ended, counts, strict=True)
-    return (
-        [row for row, count in zip(rows, counts, strict=True) for _ in range(count)],
-        [flag for ended, count in ends for flag in (*[0] * (count - 1), ended)],
-    )
+    rows_of_tokens = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+    ends: list[int] = []
+    for ended, count in zip(response.ended, counts, strict=True):
+        ends += [*[0] * (count - 1), ended]
+    return rows_of_tokens, ends
 
 
 def _input_details(sequence: Sequence, message: pb.InputDetails) -> InputDetails:

@@ -63,8 +63,8 @@ class Vocabulary:
     def _choose(self, kinds: list[str]) -> Callable[[], Detokenizer]:
         if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
             self._bytes_within = self._bytes_of
-            parts = cache(self._text_or_bytes)
-            return lambda: ByteLevelDetokenizer(parts)
+            text_or_bytes = cache(self._text_or_bytes)
+            return lambda: ByteLevelDetokenizer(text_or_bytes)
         if self.is_one_behind:
             placeholder = self._find_placeholder()
             ending = self._decode([placeholder])
@@ -139,17 +139,18 @@ class Vocabulary:
 class ByteLevelDetokenizer:
     """Detokenizer for vocabularies whose pieces encode bytes."""
 
-    def __init__(self, parts: Callable[[int], str | bytes]) -> None:
-        self._parts = parts
+    def __init__(self, text_or_bytes: Callable[[int], str | bytes]) -> None:
+        """`text_or_bytes` returns a token's text, or its bytes if its text depends on its neighbours."""
+        self._text_or_bytes = text_or_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unit: list[str] = []
         self._is_uncertain = False  # whether the unit's last character is a replacement
 
     def push(self, token_id: int) -> str:
-        part = self._parts(token_id)
-        if not self._unit and isinstance(part, str):
-            return part
-        text = self._decoder.decode(part.encode() if isinstance(part, str) else part)
+        spelled = self._text_or_bytes(token_id)
+        if not self._unit and isinstance(spelled, str):
+            return spelled
+        text = self._decoder.decode(spelled.encode() if isinstance(spelled, str) else spelled)
         self._unit.append(text)
         if text:
             self._is_uncertain = text.endswith(REPLACEMENT)
@@ -248,9 +249,9 @@ def _kinds(decoder: dict[str, object] | None) -> list[str]:
 def _steps(decoder: dict[str, object]) -> list[str]:
     if decoder["type"] != "Sequence":
         return [str(decoder["type"])]
-    parts = decoder["decoders"]
-    assert isinstance(parts, list)
-    return [step for part in parts for step in _steps(part)]
+    decoders = decoder["decoders"]
+    assert isinstance(decoders, list)
+    return [step for inner in decoders for step in _steps(inner)]
 
 
 _WHOLE = {"ByteLevel", "Metaspace", "WordPiece", "BPEDecoder"}

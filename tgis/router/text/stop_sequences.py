@@ -73,24 +73,26 @@ class ClusterBuffer:
 
     def __init__(self, hold_back: int) -> None:
         self._hold_back = hold_back
-        self._held = ""
+        self._buffered = ""
 
     def push(self, text: str) -> str:
-        held = self._held + text
-        if held.isascii():
-            end = _ascii_start(held, len(self._held) - self._hold_back if self._hold_back else len(held))
-        elif not self._hold_back and len(held) <= MAX_CLUSTER:
-            end = len(held) - len(_CLUSTER.findall(held)[-1])
+        buffered = self._buffered + text
+        if buffered.isascii():
+            end = _ascii_start(
+                buffered, len(self._buffered) - self._hold_back if self._hold_back else len(buffered)
+            )
+        elif not self._hold_back and len(buffered) <= MAX_CLUSTER:
+            end = len(buffered) - len(_CLUSTER.findall(buffered)[-1])
         else:
             behind = self._hold_back + len(text.encode()) if self._hold_back else 0
-            end = _cluster_start(held, len(held.encode()) - behind)
-        self._held = held[end:]
-        return held[:end]
+            end = _cluster_start(buffered, len(buffered.encode()) - behind)
+        self._buffered = buffered[end:]
+        return buffered[:end]
 
     def flush(self) -> str:
-        held = self._held
-        self._held = ""
-        return held
+        buffered = self._buffered
+        self._buffered = ""
+        return buffered
 
 
 class PieceBuffer:
@@ -98,25 +100,25 @@ class PieceBuffer:
 
     def __init__(self, hold_back: int) -> None:
         self._hold_back = hold_back
-        self._held: deque[tuple[str, int]] = deque()  # pieces and their sizes in bytes
+        self._pieces: deque[tuple[str, int]] = deque()  # pieces and their sizes in bytes
         self._num_bytes = 0
 
     def push(self, text: str) -> str:
         if not self._hold_back:
             return text
         size = len(text.encode())
-        self._held.append((text, size))
+        self._pieces.append((text, size))
         self._num_bytes += size
         released = []
-        while self._held and self._num_bytes - self._held[0][1] >= self._hold_back:
-            piece, size = self._held.popleft()
+        while self._pieces and self._num_bytes - self._pieces[0][1] >= self._hold_back:
+            piece, size = self._pieces.popleft()
             self._num_bytes -= size
             released.append(piece)
         return "".join(released)
 
     def flush(self) -> str:
-        text = "".join(piece for piece, _ in self._held)
-        self._held.clear()
+        text = "".join(piece for piece, _ in self._pieces)
+        self._pieces.clear()
         self._num_bytes = 0
         return text
 
@@ -212,7 +214,7 @@ class TextStream:
 
 
 class NoText:
-    """Stands in for the text of a sequence of which only the token ids are returned."""
+    """Substitute for the text of a sequence of which only the token ids are returned."""
 
     stop_sequence = ""
 

@@ -19,7 +19,7 @@ from tests.support.router.served_grpc import LIMITS, ServedGrpc, open_grpc, stat
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
 from tgis.router.api.fmaas.call_metadata import KEYS, read_metadata
-from tgis.router.api.fmaas.messages import read_batch
+from tgis.router.api.fmaas.messages import CallSource, read_batch
 from tgis.router.api.fmaas.rules import FMAAS
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import RequestError
@@ -348,7 +348,7 @@ def test_the_log_omits_secret_and_long_keys() -> None:
         ("tgis-ignore-eos", "false"),
         ("tgis-input", "ids"),
     ]
-    assert read_batch(batch("a"), read_metadata(headers)).describe_parameters() == (
+    assert read_batch(batch("a"), CallSource(read_metadata(headers))).describe_parameters() == (
         "method=GREEDY, tgis-logit-bias=2, tgis-min-p=0.123457, tgis-cache-salt=4 bytes, "
         "tgis-stop-token-ids=1, tgis-ignore-eos=false, tgis-input=ids"
     )

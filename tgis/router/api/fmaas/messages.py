@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tgis.pb import generation_pb2 as pb
 from tgis.router.api.fmaas.call_metadata import CallMetadata
@@ -18,38 +18,35 @@ from tgis.router.sequence import Details, StopReason, TokenDetail
 
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
-NO_METADATA = CallMetadata()
 MAX_ITEMS = 65_536  # limit for reading a list: longer lists exceed every limit and take long to read
 TOO_MANY_REQUESTS = f"a batch must have at most {MAX_ITEMS} requests"
 ECHO_GAP = "\n\n"  # separates an input from its answer; a text that continues its input needs no gap
 
 
-def read_batch(
-    request: pb.BatchedGenerationRequest,
-    metadata: CallMetadata = NO_METADATA,
-    connection: str = "",
-    tenant: str = "",
-    time_left_s: float | None = None,
-) -> GenerationCall:
+class CallSource(NamedTuple):
+    """Facts about a call besides its message."""
+
+    metadata: CallMetadata = CallMetadata()
+    connection: str = ""
+    tenant: str = ""
+    time_left_s: float | None = None
+
+
+NO_SOURCE = CallSource()
+
+
+def read_batch(request: pb.BatchedGenerationRequest, source: CallSource = NO_SOURCE) -> GenerationCall:
     num_texts = len(request.requests)
     kind = "single" if num_texts == 1 else "batch"
     if num_texts > MAX_ITEMS:
-        refused = metadata._replace(refusal=TOO_MANY_REQUESTS)
-        texts = [""] * num_texts
-        return _read_call(request, "Generate", kind, texts, refused, connection, tenant, time_left_s)
-    texts = [item.text for item in request.requests]
-    return _read_call(request, "Generate", kind, texts, metadata, connection, tenant, time_left_s)
+        refused = source.metadata._replace(refusal=TOO_MANY_REQUESTS)
+        source = source._replace(metadata=refused)
+        return _read_call(request, "Generate", kind, [""] * num_texts, source)
+    return _read_call(request, "Generate", kind, [item.text for item in request.requests], source)
 
 
-def read_single(
-    request: pb.SingleGenerationRequest,
-    metadata: CallMetadata = NO_METADATA,
-    connection: str = "",
-    tenant: str = "",
-    time_left_s: float | None = None,
-) -> GenerationCall:
-    texts = [request.request.text]
-    return _read_call(request, "GenerateStream", "stream", texts, metadata, connection, tenant, time_left_s)
+def read_single(request: pb.SingleGenerationRequest, source: CallSource = NO_SOURCE) -> GenerationCall:
+    return _read_call(request, "GenerateStream", "stream", [request.request.text], source)
 
 
 def _read_call(
@@ -57,11 +54,9 @@ def _read_call(
     method: str,
     kind: str,
     texts: list[str],
-    metadata: CallMetadata,
-    connection: str,
-    tenant: str,
-    time_left_s: float | None,
+    source: CallSource,
 ) -> GenerationCall:
+    metadata = source.metadata
     return GenerationCall(
         method,
         kind,
@@ -69,15 +64,15 @@ def _read_call(
         _read_parameters(request.params, metadata.parameters),
         partial(describe, request.params, metadata),
         metadata.headers,
-        connection,
+        source.connection,
         prefix_id=request.prefix_id if request.HasField("prefix_id") else None,
         adapter_id=request.adapter_id if request.HasField("adapter_id") else None,
         model_id=request.model_id,
         refusal=MISSING_REQUEST if _lacks_input(request) else metadata.refusal,
         inputs_are_ids=metadata.inputs_are_ids,
-        tenant=tenant,
+        tenant=source.tenant,
         api=FMAAS,
-        time_left_s=time_left_s,
+        time_left_s=source.time_left_s,
     )
 
 
@@ -85,13 +80,11 @@ def _lacks_input(request: pb.BatchedGenerationRequest | pb.SingleGenerationReque
     return isinstance(request, pb.SingleGenerationRequest) and not request.HasField("request")
 
 
-def _read_parameters(params: pb.Parameters, more: Mapping[str, Any]) -> Parameters:
-    sampling, stopping, response, decoding = (
-        params.sampling,
-        params.stopping,
-        params.response,
-        params.decoding,
-    )
+def _read_parameters(params: pb.Parameters, metadata_parameters: Mapping[str, Any]) -> Parameters:
+    sampling = params.sampling
+    stopping = params.stopping
+    response = params.response
+    decoding = params.decoding
     penalty = decoding.length_penalty
     include = stopping.include_stop_sequence
     return Parameters(
@@ -117,7 +110,7 @@ def _read_parameters(params: pb.Parameters, more: Mapping[str, Any]) -> Paramete
         token_ranks=response.token_ranks,
         top_n_tokens=response.top_n_tokens,
         truncate_input_tokens=params.truncate_input_tokens,
-        **more,
+        **metadata_parameters,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
 from tgis.router.api.fmaas.call_metadata import CallMetadata, read_metadata
-from tgis.router.api.fmaas.messages import ResponseWriter, read_batch, read_single
+from tgis.router.api.fmaas.messages import CallSource, ResponseWriter, read_batch, read_single
 from tgis.router.api.fmaas.rules import FMAAS
 from tgis.router.api.fmaas.trailing_metadata import CallEnd, trailing_metadata
 from tgis.router.api.grpc.call_status import Context
@@ -27,19 +27,17 @@ class GenerationServicer(GenerationServiceServicer):
     async def Generate(
         self, request: pb.BatchedGenerationRequest, context: Context
     ) -> pb.BatchedGenerationResponse:
-        metadata = _metadata(context)
-        call = read_batch(request, metadata, context.peer(), tenant_of(context), context.time_remaining())
-        results = await self._service.generate(call)
+        source = _read_source(context)
+        results = await self._service.generate(read_batch(request, source))
         context.set_trailing_metadata(trailing_metadata(map(_end, results)))
-        return self._writer_for(metadata).batch(request, results, self._service.is_encoder_decoder)
+        return self._writer_for(source.metadata).batch(request, results, self._service.is_encoder_decoder)
 
     async def GenerateStream(  # type: ignore[override]
         self, request: pb.SingleGenerationRequest, context: Context
     ) -> AsyncGenerator[pb.GenerationResponse | bytes, None]:
-        metadata = _metadata(context)
-        writer = self._writer_for(metadata)
-        call = read_single(request, metadata, context.peer(), tenant_of(context), context.time_remaining())
-        async with self._service.stream(call) as ((spec, outputs),):
+        source = _read_source(context)
+        writer = self._writer_for(source.metadata)
+        async with self._service.stream(read_single(request, source)) as ((spec, outputs),):
             yield writer.header(request, spec)
             async for output in outputs:
                 response = writer.message(output, spec)
@@ -74,6 +72,10 @@ class GenerationServicer(GenerationServiceServicer):
 def _end(result: Result) -> CallEnd:
     assert result.last is not None, "a generation ends with an output"
     return CallEnd(result.spec, result.last)
+
+
+def _read_source(context: Context) -> CallSource:
+    return CallSource(_metadata(context), context.peer(), tenant_of(context), context.time_remaining())
 
 
 def _metadata(context: Context) -> CallMetadata:

@@ -46,29 +46,29 @@ class AnswerTokens:
     def __init__(self, names: TokenForms, waits: bool) -> None:
         self._texts = TokenTexts(names)
         self._waits = waits
-        self._held: deque[ShownToken] = deque()
+        self._pending: deque[ShownToken] = deque()
         self._num_shown = self._num_taken = 0  # numbers of characters
 
     def push(self, detail: TokenDetail, text: str) -> Iterator[ShownToken]:
         """Add the next token, which is not the last one, and the text shown with it. Yield the final
         tokens."""
         self._num_shown += len(text)
-        self._held += self._texts.push(detail)
-        while self._held and (not self._waits or self._end_of_first() <= self._num_shown):
+        self._pending += self._texts.push(detail)
+        while self._pending and (not self._waits or self._end_of_first() <= self._num_shown):
             self._num_taken = self._end_of_first()
-            yield self._held.popleft()
+            yield self._pending.popleft()
 
     def finish(self, detail: TokenDetail, text: str, is_end: bool) -> Iterator[ShownToken]:
         """Add the last token and yield the remaining ones. `text` is the whole answer. It lacks an end of
         sequence, and may end before the last token."""
-        self._held += self._texts.finish(detail, text, is_end)
-        while self._held:
-            first = self._held[0].token
+        self._pending += self._texts.finish(detail, text, is_end)
+        while self._pending:
+            first = self._pending[0].token
             if not first.special:
                 first.text = first.text[: max(len(text) - self._num_taken, 0)]
             self._num_taken = self._end_of_first()
-            yield self._held.popleft()
+            yield self._pending.popleft()
 
     def _end_of_first(self) -> int:
-        first = self._held[0].token
+        first = self._pending[0].token
         return self._num_taken + (0 if first.special else len(first.text))

@@ -71,10 +71,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return grpc.stream_stream_rpc_method_handler(_refuse_unknown)
-        make, method = self._wrap(handler)
-        reader = _with_size(handler.request_deserializer)
-        writer = _unless_bytes(handler.response_serializer)
-        return make(method, request_deserializer=reader, response_serializer=writer)
+        make_handler, method = self._wrap(handler)
+        return make_handler(
+            method,
+            request_deserializer=_with_size(handler.request_deserializer),
+            response_serializer=_unless_bytes(handler.response_serializer),
+        )
 
     def _wrap(self, handler: Handler) -> tuple[Callable[..., Handler], Unary]:
         if handler.unary_unary:
@@ -124,8 +126,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return self._messages_of(request)
         if request.message is None:
             self._failures.add("validation")
-            about = {KIND: "gRPC unreadable"}
-            logger.error("a call failed with %s: %s", Code.INVALID_ARGUMENT.name, UNREADABLE, extra=about)
+            extra = {KIND: "gRPC unreadable"}
+            logger.error("a call failed with %s: %s", Code.INVALID_ARGUMENT.name, UNREADABLE, extra=extra)
             raise RequestError(UNREADABLE)
         return request.message
 
@@ -180,8 +182,8 @@ def _status_of(error: Exception) -> Status:
         code = STATUS[error.code]
         text = str(error)
         retry_s = error.retry_s if isinstance(error, OverloadedError) else None
-        more = () if retry_s is None else _retry_metadata(code.value[0], text, retry_s)
-        return Status(code, text, more)
+        metadata = () if retry_s is None else _retry_metadata(code.value[0], text, retry_s)
+        return Status(code, text, metadata)
     request_id = secrets.token_hex(8)
     logger.error("request %s failed: %r", request_id, error, exc_info=error)
     return Status(grpc.StatusCode.INTERNAL, internal_error(request_id))

@@ -11,17 +11,13 @@ from tgis.config.processes import RouterConfig
 from tgis.net.http.routes import PROBE_LIMITS, LimitedApp, LimitedRoute, RouteLimits
 from tgis.net.http.server import serve_http, serve_listener
 from tgis.net.ports import reserve
-from tgis.net.tls import Certificates
-from tgis.process.memory.release import MemoryRelease
-from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
 from tgis.router.api.http.serving.app import ApiGate, Phase, absent_api_routes, api_route, starlette_of
 from tgis.router.api.http.serving.load_header import LoadHeader
 from tgis.router.api.http.serving.metrics_app import metrics_routes
-from tgis.router.api.load_reports import LoadReports
 from tgis.router.api.open_files import share_files
-from tgis.router.metrics.metrics import Metrics
+from tgis.router.api.port_resources import PortResources
 from tgis.router.metrics.scrape import Render
 
 logger = logging.getLogger(__name__)
@@ -33,32 +29,30 @@ class HttpPorts:
     def __init__(
         self,
         config: RouterConfig,
-        is_ready: Callable[[], bool],
-        metrics: Metrics,
+        resources: PortResources,
         apis: Sequence[HttpApi],
-        certificates: Certificates | None,
+        is_ready: Callable[[], bool],
         render: Render,
-        memory: MemoryRelease,
-        reports: LoadReports,
-        tokens: BearerTokens | None,
     ) -> None:
         """Build the ASGI applications. `apis` includes APIs that are not served. `render` returns the text of
-        a scrape. Without `tokens`, calls need none."""
+        a scrape."""
         self._config = config
-        self._certificates = certificates
+        self._certificates = resources.certificates
         self._served = [api for api in apis if api.is_served]
         self._gate: ApiGate | None = None
         if self._served:
-            self._gate = ApiGate(self._served, config, metrics.request_failure, memory, tokens)
-            self._api = LoadHeader(AnswerAccounts(self._gate, self._served, metrics), reports)
-        self._fresh = _fresh_limits(config) if self._gate else PROBE_LIMITS
+            failures = resources.metrics.request_failure
+            self._gate = ApiGate(self._served, config, failures, resources.memory, resources.tokens)
+            answers = AnswerAccounts(self._gate, self._served, resources.metrics)
+            self._api = LoadHeader(answers, resources.load_reports)
+        self._api_limits = _api_limits(config) if self._gate else PROBE_LIMITS
         self._probes = [*(route for api in self._served for route in api.probes)]
-        is_here = self._gate is not None and config.http_api_port is None
-        own = self._own_routes() if is_here else []
-        elsewhere = [api for api in reversed(apis) if not is_here or api not in self._served]
-        absent = absent_api_routes(elsewhere)
-        pages = self._pages(apis, is_here)
-        self._app = starlette_of([*pages, *own, *metrics_routes(is_ready, render), *absent])
+        serves_apis = self._gate is not None and config.http_api_port is None
+        api_routes = self._api_routes() if serves_apis else []
+        pages = self._pages(apis, serves_apis)
+        absent = [api for api in reversed(apis) if not serves_apis or api not in self._served]
+        routes = [*pages, *api_routes, *metrics_routes(is_ready, render), *absent_api_routes(absent)]
+        self._app = starlette_of(routes)
         self._reserved: socket.socket | None = None
 
     def serve(self) -> AbstractAsyncContextManager[int]:
@@ -66,9 +60,9 @@ class HttpPorts:
         config = self._config
         if config.http_api_port is not None:
             self._reserved = reserve(config.bind, config.http_api_port, config.shares_ports)
-        fresh = self._fresh if config.http_api_port is None else PROBE_LIMITS
+        limits = self._api_limits if config.http_api_port is None else PROBE_LIMITS
         return serve_http(
-            self._app, config, self._certificates, fresh, config.shares_ports, config.connection_age
+            self._app, config, self._certificates, limits, config.shares_ports, config.connection_age
         )
 
     @asynccontextmanager
@@ -84,18 +78,18 @@ class HttpPorts:
         config, certificates = self._config, self._certificates
         self._reserved.listen(socket.SOMAXCONN)
         context = certificates.client_port_context() if certificates is not None else None
-        app = starlette_of([*self._pages(self._served, True), *self._own_routes()])
+        app = starlette_of([*self._pages(self._served, serves_apis=True), *self._api_routes()])
         async with serve_listener(
-            app, self._reserved, config, context, self._fresh, config.connection_age
+            app, self._reserved, config, context, self._api_limits, config.connection_age
         ) as port:
             yield port
 
-    def _pages(self, apis: Sequence[HttpApi], is_here: bool) -> list[LimitedRoute]:
-        """Return the routes of a port's pages, without the paths of served APIs."""
-        pages = [page for api in apis for page in api.pages(is_here and api in self._served)]
-        return [page for page in pages if not is_here or find_api(self._served, page.path) is None]
+    def _pages(self, apis: Sequence[HttpApi], serves_apis: bool) -> list[LimitedRoute]:
+        """Return the routes of a port's pages. A port that serves the APIs has no pages on their paths."""
+        pages = [page for api in apis for page in api.pages(serves_apis and api in self._served)]
+        return [page for page in pages if not serves_apis or find_api(self._served, page.path) is None]
 
-    def _own_routes(self) -> list[Route | LimitedApp]:
+    def _api_routes(self) -> list[Route | LimitedApp]:
         config = self._config
         is_alone = config.http_api_port is not None
         return [*self._probes, api_route(self._api, self._served, config, is_alone)]
@@ -114,7 +108,7 @@ class HttpPorts:
             self._gate.cut()
 
 
-def _fresh_limits(config: RouterConfig) -> RouteLimits:
+def _api_limits(config: RouterConfig) -> RouteLimits:
     """Return the limits of connections without a request on the APIs' port."""
     shares = share_files(config)
     if shares.num_missing:

@@ -31,7 +31,7 @@ class ChunkWriter:
         self._has_counts = options is not None and bool(options.continuous_usage_stats)
         self._writers: dict[int, CompletionLogprobsWriter] = {}
         self._waits = [job.call.parameters.input_tokens] * len(specs)
-        self._held: list[list[Output]] = [[] for _ in specs]
+        self._waiting: list[list[Output]] = [[] for _ in specs]
         self._num_generated = [0] * len(specs)
         self._num_cached = [0] * len(specs)
         is_plain = body.logprobs is None and not self._has_counts and not body.return_token_ids
@@ -62,7 +62,7 @@ class ChunkWriter:
     def write(self, index: int, output: Output) -> Iterator[bytes]:
         """Yield the chunks of one output."""
         if self._waits[index]:
-            self._held[index].append(output)
+            self._waiting[index].append(output)
         elif self._is_plain and output.reason is _NOT_FINISHED:
             if text := output.text:
                 before, after = self._frames[index]
@@ -94,8 +94,9 @@ class ChunkWriter:
                 prompt_token_ids=spec.input_ids if body.return_token_ids else None,
             )
             yield from self._job.encoder.parts(self._chunk(choice))
-        held, self._held[index] = self._held[index], []
-        for output in held:
+        outputs = self._waiting[index]
+        self._waiting[index] = []
+        for output in outputs:
             yield from self._write(index, output)
 
     def _write(self, index: int, output: Output) -> Iterator[bytes]:
