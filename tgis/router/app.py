@@ -66,6 +66,7 @@ from tgis.router.metrics.resource_counts import check_balance, count_descriptors
 from tgis.router.metrics.scrape import Render, keep_published, render_all, render_process
 from tgis.router.remote.remote_engine import RemoteEngine
 from tgis.router.requests.accounting import Accounting
+from tgis.router.requests.shutdown import Shutdown
 from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.text.detokenizer import Vocabulary
@@ -118,6 +119,7 @@ class _Router:
         self._slow_clients = SlowClients(config.slow_reader_timeout)
         self._pacing = RefusalPacing()
         self._memory = MemoryRelease()
+        self._shutdown = Shutdown()
         self._draining = asyncio.Event()
         self._aborting = asyncio.Event()
         self._has_given_up = self.is_serving = False
@@ -165,7 +167,7 @@ class _Router:
             Validator(self._tokenizer, self._limits, self._grammar_compiler, metrics, engine.info),
             self._tokenizer,
             self._vocabulary,
-            Accounting(metrics, self._tracing, config.log_text_chars),
+            Accounting(metrics, self._tracing, config.log_text_chars, self._shutdown),
             _tenant_rules(config, self._tokens),
         )
 
@@ -272,6 +274,12 @@ class _Router:
             self._aborting.set()
         self._draining.set()
 
+    def _log_drain(self) -> None:
+        limit = f"{self._config.shutdown_timeout:g} s (--shutdown-timeout)"
+        if self._has_given_up:
+            limit = f"{LAST_ANSWERS_S:g} s"
+        logger.info("draining requests: %d, for at most %s", self._engine.num_live, limit)
+
     def _give_up(self) -> None:
         """Fail all requests and end the process, because the shards will not return."""
         self._has_given_up = True
@@ -306,7 +314,7 @@ class _Router:
         ]
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
-            logger.info("draining %d requests", self._engine.num_live)
+            self._log_drain()
         has_callers = self._health.num_watches > 0 or self._has_given_up
         self._health.drain()
         self._pacing.end()
@@ -330,15 +338,21 @@ class _Router:
             await certificates.watch()
 
     async def _stop(self, timeout_s: float) -> None:
-        """Refuse new calls immediately, and wait until the generations end or a second signal arrives. Other
-        streams do not delay the end."""
-        stopping = asyncio.create_task(self._stop_ports(timeout_s))
+        """Refuse new calls immediately, and wait until the generations end or a second signal arrives, at
+        most `timeout_s` seconds. Other streams do not delay the end."""
+        stopping = asyncio.create_task(self._stop_ports(timeout_s + LAST_ANSWERS_S))
         idle = asyncio.create_task(self._service.is_idle.wait())
         aborting = asyncio.create_task(self._aborting.wait())
-        await asyncio.wait((stopping, idle, aborting), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait((stopping, aborting), timeout=LAST_ANSWERS_S, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(
+            (stopping, idle, aborting), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if ended:
+            await asyncio.wait(
+                (stopping, aborting), timeout=LAST_ANSWERS_S, return_when=asyncio.FIRST_COMPLETED
+            )
         for task in (idle, aborting):
             task.cancel()
+        self._shutdown.cancels_calls = True
         self._http.cut()
         await self._server.stop(0)
         await stopping
