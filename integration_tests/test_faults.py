@@ -135,7 +135,7 @@ def test_nothing_outlives_the_launcher(
         service.end(signal.SIGKILL)
     else:
         service.process.send_signal(signal.SIGINT)
-        service.wait_for_line("draining 1 requests", 10)
+        service.wait_for_line("draining requests: 1", 10)
         time.sleep(REPEATED_S)
         assert service.end(signal.SIGINT) == 1
         text = "a second signal ended the service at once"

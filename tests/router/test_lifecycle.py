@@ -31,6 +31,7 @@ from tests.support.router.streams import Streams
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.router.api.grpc import health
 from tgis.router.api.grpc.health import Health
+from tgis.router.requests.shutdown import STOPPED
 
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = (
     health_pb2.HealthCheckResponse.SERVING,
@@ -104,6 +105,9 @@ def test_a_second_signal_cuts_the_drain_short(router: Setup) -> None:
     assert router.service.process.wait(20) == 0
     assert time.monotonic() - started < 8, "the streams alone take 12 seconds"
     assert "Traceback" not in router.service.output
+    ends = [line for line in router.service.lines if "Streaming response" in line]
+    assert len(ends) == 2
+    assert all(f"failed with UNAVAILABLE: {STOPPED}" in line for line in ends), ends
 
 
 def watch(setup: Setup, name: str) -> tuple[threading.Thread, "queue.SimpleQueue[int]"]:

@@ -31,6 +31,7 @@ from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.request_rates import RequestRates
 from tgis.router.metrics.scrape import Render, render_all, render_process
 from tgis.router.requests.accounting import Accounting
+from tgis.router.requests.shutdown import Shutdown
 from tgis.router.requests.tracing import Tracing, open_tracing
 from tgis.router.requests.validation import Validator
 from tgis.router.text.detokenizer import Vocabulary
@@ -69,6 +70,7 @@ class RouterComponents:
     port_resources: PortResources
     grpc_port: GrpcPort
     http_ports: HttpPorts
+    shutdown: Shutdown
 
     async def aclose(self) -> None:
         """Close all but the ports."""
@@ -89,7 +91,8 @@ def assemble(config: RouterConfig, open_engine: OpenEngine) -> RouterComponents:
     engine = open_engine(config, metrics, health.set)
     load = RecentLoad(partial(read_engine_load, metrics, engine.gauges))
     resources = _open_port_resources(config, metrics, load)
-    accounting = Accounting(metrics, tracing, config.log_text_chars)
+    shutdown = Shutdown()
+    accounting = Accounting(metrics, tracing, config.log_text_chars, shutdown)
     limits = request_limits(config)
     parts = ServiceParts(
         service=GenerationService(
@@ -122,6 +125,7 @@ def assemble(config: RouterConfig, open_engine: OpenEngine) -> RouterComponents:
         resources,
         _build_grpc_port(parts, resources, health),
         _build_http_ports(parts, resources, engine),
+        shutdown,
     )
 
 

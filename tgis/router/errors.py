@@ -2,7 +2,6 @@
 
 RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is invalid; the text is part of the API
-│   ├── QuotingError                        the same; logs show its text only up to the first colon
 │   ├── InputTooLongError                   the same; the input leaves too little room for output
 │   └── NotFoundError                       the same; the request names an adapter that does not exist
 ├── PayloadTooLargeError INVALID_ARGUMENT   the request has too many bytes
@@ -14,7 +13,8 @@ RouterError
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards were lost for too long
 └── GenerationError     per error           an accepted request could not be served
 
-StartupError is an OperatorError and never reaches a client.
+RouterError and the errors of HTTP are ReportedErrors: logs show their `log_text`. StartupError is an
+OperatorError and never reaches a client.
 """
 
 from enum import Enum, auto
@@ -39,24 +39,30 @@ def internal_error(request_id: str) -> str:
     return f"Request failed during generation: internal error, request {request_id}"
 
 
-class RouterError(Exception):
-    """Base class of the router's errors. Clients see the text, so it has no prompts, causes or paths."""
+class ReportedError(Exception):
+    """Base class of errors whose text a client receives. Logs show `log_text`, and never the text itself."""
 
-    code = Code.INTERNAL
     is_logged = False
     """True once the error has been logged."""
 
-    @property
-    def log_text(self) -> str:
-        """Part of the text that may be logged."""
-        return str(self)
+    def __init__(self, text: str, log_text: str | None = None) -> None:
+        """Create an error. An error that may quote the request must have a `log_text`, which quotes only
+        numbers, and names of fields and adapters. None: the text quotes nothing else."""
+        super().__init__(text)
+        self.log_text = text if log_text is None else log_text
+
+
+class RouterError(ReportedError):
+    """Base class of the router's errors. Clients see the text, so it has no prompts, causes or paths."""
+
+    code = Code.INTERNAL
 
 
 class RequestError(RouterError):
     code = Code.INVALID_ARGUMENT
 
-    def __init__(self, text: str, parameter: str = "") -> None:
-        super().__init__(text)
+    def __init__(self, text: str, parameter: str = "", log_text: str | None = None) -> None:
+        super().__init__(text, log_text)
         self.parameter = parameter
         """Name of the invalid parameter in Parameters, or empty. An API may have another name for it."""
 
@@ -68,14 +74,6 @@ class InputTooLongError(RequestError):
         super().__init__(text, parameter)
         self.num_inputs = num_inputs
         """Number of input tokens, or a lower bound of it."""
-
-
-class QuotingError(RequestError):
-    """Request error that may quote the request after the first colon. Only the client sees that part."""
-
-    @property
-    def log_text(self) -> str:
-        return str(self).partition(":")[0]
 
 
 class NotFoundError(RequestError):

@@ -14,7 +14,7 @@ from tgis.process import worker_pool
 from tgis.process.fair_queue import FairQueue
 from tgis.router.chat.renderer import NO_TEMPLATE, Chat, ChatRenderer
 from tgis.router.chat.template import ChatTemplate
-from tgis.router.errors import OverloadedError, QuotingError, RequestError
+from tgis.router.errors import OverloadedError, RequestError
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 
 Make = Callable[..., ChatRenderer]
@@ -113,7 +113,7 @@ async def test_unsupported_requests_are_refused(make: Make) -> None:
 async def test_a_refusal_of_the_template_reaches_the_client_alone(make: Make) -> None:
     text = "{{ raise_exception(messages[0].content) }}"
     message = {"role": "user", "content": "se\ncret\x1b[0m " + "x" * 5000}
-    with pytest.raises(QuotingError) as caught:
+    with pytest.raises(RequestError) as caught:
         await make(text).render(Chat([message]))
     assert str(caught.value).startswith("the chat template refuses the chat: se cret [0m xxx")
     assert len(str(caught.value)) < 400

@@ -1,8 +1,10 @@
 """Checks the log lines and spans of calls with a real router and a real collector."""
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -18,6 +20,7 @@ from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output, Timings
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.requests.accounting import Accounting
+from tgis.router.requests.shutdown import STOPPED
 from tgis.router.requests.tracing import Tracing
 from tgis.router.sequence import Stopping, StopReason
 
@@ -64,6 +67,39 @@ def test_cached_tokens_are_counted_once_per_input() -> None:
     shown = metrics.render().decode()
     for sample in ('bucket{le="1.0"} 1', 'bucket{le="16.0"} 2', 'bucket{le="48.0"} 3', "count 3", "sum 64"):
         assert f"tgi_request_cached_tokens_{sample}.0\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("is_stop", "is_finished", "failures"),
+    [
+        (True, False, {"generate": 1}),
+        (False, False, {"cancelled": 3}),
+        (True, True, {}),
+    ],
+)
+def test_a_stop_of_the_service_is_no_cancellation(
+    is_stop: bool, is_finished: bool, failures: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The label is that of other calls that the service ends with UNAVAILABLE, once for each call."""
+    metrics = Metrics(MetricLimits(64, 64, 1))
+    accounting = Accounting(metrics, Tracing(), 0)
+    spec = SequenceSpec((1,) * 60, Stopping(max_new_tokens=1))
+    texts = batch("a") if is_finished else batch("a", "b", "c")
+    with suppress(asyncio.CancelledError), accounting.open(read_batch(texts)) as account:
+        account.accept(1, [spec])
+        with account.input(0, spec) as record:
+            if is_finished:
+                timings = Timings(queue_s=0.0, first_token_s=None, total_s=0.1)
+                record(Output((), (), 1, StopReason.MAX_TOKENS, "", timings, 0))
+            accounting.shutdown.cancels_calls = is_stop
+            raise asyncio.CancelledError
+    family = "tgi_request_failure_total{"
+    samples = (line.split() for line in metrics.render().decode().splitlines() if line.startswith(family))
+    counts = {name.split('"')[1]: int(float(count)) for name, count in samples if float(count)}
+    assert counts == failures
+    failed = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    stopped = [f"Sub-request 1 from batch of 3 failed with UNAVAILABLE: {STOPPED}"]
+    assert failed == (stopped if is_stop and not is_finished else [])
 
 
 def test_one_line_per_input(start: Callable[..., Setup]) -> None:

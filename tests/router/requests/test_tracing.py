@@ -42,6 +42,7 @@ from tgis.router.requests.call import GenerationCall
 from tgis.router.requests.otlp import CLOSE_S, EXPORT_TIMEOUT_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
 from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.request_log import correlation_id
+from tgis.router.requests.shutdown import Shutdown
 from tgis.router.requests.tracing import Tracing, open_tracing
 from tgis.router.sequence import Stopping, StopReason
 
@@ -290,6 +291,22 @@ def test_an_error_over_http_becomes_the_status_that_the_client_gets(
         assert (attributes["http.response.status_code"], attributes["error.type"]) == (status, str(status))
         assert (read.status.code == trace_pb2.Status.STATUS_CODE_ERROR) == (status >= 500)
         assert SECRET.encode() not in read.SerializeToString()
+
+
+def test_a_stop_of_the_service_is_its_own_fault(collector: tuple[Collector, str]) -> None:
+    servicer, address = collector
+    tracing, shutdown = open_tracing(address, "s"), Shutdown()
+    shutdown.cancels_calls = True
+    for call in (read_single(single()), openai_call("single")):
+        with (
+            suppress(asyncio.CancelledError),
+            tracing.call(call.api, call.method, call.metadata, shutdown.cause_of) as span,
+        ):
+            span.set_call(call, "r", "c")
+            raise asyncio.CancelledError
+    tracing.close()
+    assert [values(read.attributes)["error.type"] for read in servicer.spans] == ["UNAVAILABLE", "503"]
+    assert {read.status.code for read in servicer.spans} == {trace_pb2.Status.STATUS_CODE_ERROR}
 
 
 def test_span_of_an_http_answer_that_fails_midway(collector: tuple[Collector, str]) -> None:

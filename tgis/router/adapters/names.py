@@ -25,7 +25,8 @@ class AdapterNames:
     def remove(self, name: str) -> None:
         """Remove a name. Raises NotFoundError."""
         if name not in self.ids:
-            raise NotFoundError(f"The LoRA adapter '{name[:256]}' cannot be found.", NAME)
+            text = f"The LoRA adapter '{name[:256]}' cannot be found."
+            raise NotFoundError(text, NAME, "the LoRA adapter cannot be found")
         del self.ids[name]
         self.version += 1
 

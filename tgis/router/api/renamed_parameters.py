@@ -8,12 +8,14 @@ from tgis.router.errors import RequestError
 
 def renamed_text(error: RequestError, names: Mapping[str, str], kept: str = "") -> str:
     """Return a refusal's text with the API's own `names` of parameters. The word `kept` is not renamed."""
-    # The rest may be the client's words.
-    return renamed_log_text(error, names, kept) + str(error).removeprefix(error.log_text)
+    text = str(error)
+    if not text.startswith(error.log_text):
+        return text  # it quotes the request, whose words stay
+    return renamed_log_text(error, names, kept) + text.removeprefix(error.log_text)
 
 
 def renamed_log_text(error: RequestError, names: Mapping[str, str], kept: str = "") -> str:
-    """Return the part of a refusal's text that may be logged, renamed as by `renamed_text`."""
+    """Return a refusal's text for the log, renamed as by `renamed_text`."""
 
     def rename(word: re.Match[str]) -> str:
         return word[0] if word[0] == kept else names.get(word[0], word[0])

@@ -10,7 +10,6 @@ from tgis.router.chat.template import WORKER, ChatTemplate
 from tgis.router.errors import (
     OVERLOADED,
     OverloadedError,
-    QuotingError,
     RequestError,
     RouterError,
     UnavailableError,
@@ -126,6 +125,7 @@ def _read_prompt(reply: Reply) -> str:
         case {"prompt": str(prompt)}:
             return prompt
         case {"refusal": text}:
-            raise QuotingError(f"the chat template refuses the chat: {text}")
+            refusal = "the chat template refuses the chat"
+            raise RequestError(f"{refusal}: {text}", log_text=refusal)  # templates quote messages
         case other:
             raise RequestError(other["error"])

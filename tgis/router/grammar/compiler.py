@@ -8,11 +8,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 
 from tgis.process.worker_pool import PoolBusyError, Reply, WorkerPool
-from tgis.router.errors import OVERLOADED, OverloadedError, QuotingError, RequestError, UnavailableError
+from tgis.router.errors import OVERLOADED, OverloadedError, RequestError, UnavailableError
 from tgis.router.grammar.answer_rules import FREE, AnswerRules
 from tgis.router.sequence import Grammar
 
@@ -95,13 +96,21 @@ def _require_size(field: str, num_bytes: int, max_bytes: int) -> None:
         raise RequestError(f"{field} must have at most {max_bytes} UTF8 bytes", field)
 
 
+class _Refusal(NamedTuple):
+    """Text, parameter and log text of the refusal of a constraint."""
+
+    text: str
+    field: str
+    log_text: str
+
+
 class GrammarCompiler:
     """Compiler of constraints in separate processes, which start on first use. Concurrent calls with the same
     constraint share one compilation, and recent results are cached."""
 
     def __init__(self) -> None:
-        self._answers: OrderedDict[bytes, Grammar | str] = OrderedDict()
-        self._pending: dict[bytes, asyncio.Task[Grammar | str]] = {}
+        self._answers: OrderedDict[bytes, Grammar | _Refusal] = OrderedDict()
+        self._pending: dict[bytes, asyncio.Task[Grammar | _Refusal]] = {}
         self._pool = WorkerPool(WORKER, NUM_WORKERS, TIMEOUT_S)
 
     async def compile(self, constraint: Constraint, owner: Hashable = "") -> Grammar:
@@ -119,16 +128,16 @@ class GrammarCompiler:
                 raise OverloadedError(OVERLOADED) from None
         else:
             self._answers.move_to_end(key)
-        if isinstance(answer, str):
-            raise QuotingError(answer, answer.partition(" ")[0])  # the text begins with the field
+        if isinstance(answer, _Refusal):
+            raise RequestError(*answer)
         return answer
 
     def close(self) -> None:
         """Stop all workers. `compile` must not be called afterwards."""
         self._pool.close()
 
-    async def _compile(self, key: bytes, constraint: Constraint, owner: Hashable) -> Grammar | str:
-        """Return a grammar, or an error text. Raises PoolBusyError and UnavailableError."""
+    async def _compile(self, key: bytes, constraint: Constraint, owner: Hashable) -> Grammar | _Refusal:
+        """Return a grammar, or its refusal. Raises PoolBusyError and UnavailableError."""
         try:
             rules = msgspec.to_builtins(constraint.answer)
             reply = await self._pool.ask([constraint.kind, constraint.text, rules], owner)
@@ -146,11 +155,15 @@ class GrammarCompiler:
         return answer
 
 
-def _read_answer(reply: Reply, field: str) -> Grammar | str:
+def _read_answer(reply: Reply, field: str) -> Grammar | _Refusal:
     if reply.is_dead:
-        return f"{field} is too complex"
+        text = f"{field} is too complex"
+        return _Refusal(text, field, text)
     if "error" in reply.value:
-        return f"{reply.value['field'] or field} is not valid: {reply.value['error']}"
+        name = reply.value["field"] or field
+        refusal = f"{name} is not valid"
+        text = f"{refusal}: {reply.value['error']}"
+        return _Refusal(text, name, refusal if reply.value["quotes"] else text)
     if reply.value["has_unknown_formats"]:
         logger.info("a JSON schema has unsupported formats, which allow any string")
     text = reply.value["grammar"]

@@ -48,7 +48,7 @@ class _Parser:
             self._skip(_BLANKS_AND_LINES)
         for name, number in self._numbers.items():
             if number not in self._rules:
-                raise InvalidGrammarError(f"Rule '{name[:80]}' not found")
+                raise InvalidGrammarError(f"Rule '{name[:80]}' not found", quotes=True)
         if "root" not in self._numbers:
             raise InvalidGrammarError("No 'root' rule found")
         lines = [f"start: r{self._numbers['root']}"]

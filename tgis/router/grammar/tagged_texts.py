@@ -31,7 +31,8 @@ def read_text_patterns(schema_text: str, is_strict: bool) -> list[str]:
     elif is_strict and "pattern" in schema:
         raise InvalidGrammarError("its pattern is not supported for a text between tags")
     if is_strict and (others := schema.keys() - _NEUTRAL - _READ):
-        raise InvalidGrammarError(f"{min(others)[:40]!r} is not supported for a text between tags")
+        text = f"{min(others)[:40]!r} is not supported for a text between tags"
+        raise InvalidGrammarError(text, quotes=True)
     return patterns
 
 

@@ -121,7 +121,7 @@ class Compiler:
                 _try(f"{HEADER}start: %json {read_schema(schema, function.is_strict)}", self._bytes)
         except InvalidGrammarError as error:
             if function.is_strict:
-                raise InvalidGrammarError(str(error), function.field) from error
+                raise InvalidGrammarError(str(error), function.field, quotes=error.quotes) from error
             return function._replace(schema=ANY_OBJECT)
         return function
 
@@ -131,7 +131,7 @@ def _try(grammar: str, tokenizer: LLTokenizer) -> None:
     InvalidGrammarError."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise InvalidGrammarError(cause_of(matcher.get_error()))
+        raise InvalidGrammarError(cause_of(matcher.get_error()), quotes=True)
     r = random.Random(0)
     for count in range(TRIAL_BYTES):
         is_accepting = matcher.is_accepting()
@@ -184,7 +184,7 @@ def _answer(compiler: Compiler, request: bytes) -> bytes:
             "has_unknown_formats": any(map(has_unknown_formats, _list_schemas(kind, text, rules))),
         }
     except InvalidGrammarError as error:
-        answer = {"error": str(error), "field": error.field}
+        answer = {"error": str(error), "field": error.field, "quotes": error.quotes}
     signal.setitimer(signal.ITIMER_PROF, 0)
     return json.dumps(answer).encode()
 

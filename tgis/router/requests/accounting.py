@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from tgis import failpoints
@@ -28,6 +28,7 @@ from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import MISSING_REQUEST, GenerationCall
 from tgis.router.requests.parameters import PARAMETERS
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
+from tgis.router.requests.shutdown import Shutdown
 from tgis.router.requests.tracing import CallSpan, Tracing
 from tgis.router.sequence import StopReason
 
@@ -44,14 +45,16 @@ class Accounting:
     metrics: Metrics
     tracing: Tracing
     log_text_chars: int
+    shutdown: Shutdown = field(default_factory=Shutdown)
 
     @contextmanager
     def open(self, call: GenerationCall) -> "Iterator[CallAccount]":
         """Open the account of a call. Exceptions that end the call early pass through."""
-        log = CallLog(call, correlation_id(call.metadata, call.api), self.log_text_chars)
-        with self.tracing.call(call.api, call.method, call.metadata) as span, log:
+        cause_of = self.shutdown.cause_of
+        log = CallLog(call, correlation_id(call.metadata, call.api), self.log_text_chars, cause_of)
+        with self.tracing.call(call.api, call.method, call.metadata, cause_of) as span, log:
             span.set_call(call, log.request_id, log.correlation_id)
-            account = CallAccount(self.metrics, log, span)
+            account = CallAccount(self.metrics, log, span, self.shutdown)
             with account.counting_failures():
                 yield account
 
@@ -70,8 +73,10 @@ class Accounting:
 
 
 class CallAccount:
-    def __init__(self, metrics: Metrics, log: CallLog, span: CallSpan) -> None:
+    def __init__(self, metrics: Metrics, log: CallLog, span: CallSpan, shutdown: Shutdown) -> None:
         self._metrics = metrics
+        self._shutdown = shutdown
+        self._is_cut = False  # True once a text has been cancelled before its end
         self._log = log
         self._span = span
         self._kind, num_inputs = log.call.kind, len(log.call.texts)
@@ -84,8 +89,8 @@ class CallAccount:
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
-        """Count an early end of the call once, under the label of its cause. A cancellation counts once for
-        each text that has not started. An unforeseen error is logged and becomes a GenerationError."""
+        """Count an early end of the call once, under the label of its cause; a client's cancellation once
+        for each text that has not started. An unforeseen error is logged and becomes a GenerationError."""
         failure = self._metrics.request_failure
         try:
             yield
@@ -110,7 +115,10 @@ class CallAccount:
             logger.error("request %s failed: %r", self.request_id, error, exc_info=error)
             raise GenerationError(internal_error(self.request_id)) from error
         except (asyncio.CancelledError, GeneratorExit):
-            failure.add("cancelled", amount=self._num_waiting)
+            if not self._shutdown.cancels_calls:
+                failure.add("cancelled", amount=self._num_waiting)
+            elif self._num_waiting or self._is_cut:
+                failure.add("generate")
             raise
 
     def accept(self, max_new_tokens: int, specs: list[SequenceSpec]) -> None:
@@ -135,7 +143,8 @@ class CallAccount:
             try:
                 yield partial(self._record, index, spec, log)
             except (asyncio.CancelledError, GeneratorExit):
-                if not log.has_ended:
+                self._is_cut |= not log.has_ended
+                if not (log.has_ended or self._shutdown.cancels_calls):
                     self._metrics.request_failure.add("cancelled")
                 raise
 

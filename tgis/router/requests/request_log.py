@@ -5,6 +5,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
@@ -39,6 +40,8 @@ class CallLog:
     correlation_id: str = NO_ID
     text_chars: int = 0
     """Maximum number of characters of the input and of the output that a line shows."""
+    cause_of: Callable[[BaseException | None], BaseException | None] = lambda error: error
+    """Function that returns why a call ended that raised an exception."""
     request_id: str = field(default_factory=lambda: secrets.token_hex(8))
     started_at: float = field(default_factory=time.monotonic)
     validation_s: float | None = None
@@ -115,6 +118,7 @@ class InputLog:
 
     def end_early(self, error: BaseException) -> None:
         """Log a cancellation or an error. The cause of an unforeseen error is logged elsewhere."""
+        error = self.call_log.cause_of(error) or error
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             self._end(StopReason.CANCELLED, None)
             return

@@ -2,7 +2,7 @@
 nor the exporter is imported."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -26,6 +26,9 @@ MAX_FINISH_REASONS = 100
 
 PROPAGATOR = TraceContextTextMapPropagator()
 
+CauseOf = Callable[[BaseException | None], BaseException | None]
+"""Function that returns why a call ended that raised an exception."""
+
 
 def open_tracing(endpoint: str | None, service_name: str, worker: int | None = None) -> "Tracing":
     """Return a Tracing that sends spans to the OTLP collector at `endpoint`, with TLS only for `https://`.
@@ -48,11 +51,14 @@ class Tracing:
     def __init__(self, export: "SpanExport | None" = None) -> None:
         self._export = export
 
-    def call(self, api: ApiRules, method: str, metadata: Metadata) -> "CallSpan":
+    def call(
+        self, api: ApiRules, method: str, metadata: Metadata, cause_of: CauseOf = lambda error: error
+    ) -> "CallSpan":
         """Start a span of `method`, for example `Generate` or `Completion`, as a child of the caller's span
         if the metadata have one. If the caller's trace is not sampled, the span records nothing."""
         export = self._export
-        return CallSpan(_start(export.tracer, api, method, metadata) if export else INVALID_SPAN, api)
+        span = _start(export.tracer, api, method, metadata) if export else INVALID_SPAN
+        return CallSpan(span, api, cause_of)
 
     def close(self) -> None:
         """Send the queued spans. This blocks for a limited time."""
@@ -63,8 +69,9 @@ class Tracing:
 class CallSpan:
     """Span of one call, without texts. As a context manager, it sets its status from a passing exception."""
 
-    def __init__(self, span: Span, api: ApiRules) -> None:
+    def __init__(self, span: Span, api: ApiRules, cause_of: CauseOf) -> None:
         self._span = span
+        self._cause_of = cause_of
         self._api = api
         self._started_at = time.monotonic()
         self._has_begun = self._is_stream = False
@@ -81,7 +88,7 @@ class CallSpan:
     ) -> None:
         span = self._span
         if span.is_recording():
-            ending = span_protocol(self._api).end(error, self._has_begun)
+            ending = span_protocol(self._api).end(self._cause_of(error), self._has_begun)
             span.set_attributes(self._result_attributes())
             span.set_attributes(ending.attributes)
             if ending.is_fault:

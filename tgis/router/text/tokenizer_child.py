@@ -32,7 +32,7 @@ def _answer(tokenizer: tokenizers.Tokenizer, call: bytes) -> bytes:
         result = function(tokenizer, *arguments)
     except RequestError as error:
         # Drop the library's error as the cause, because its text may quote the input.
-        result = RequestError(str(error), error.parameter)
+        result = RequestError(str(error), error.parameter, error.log_text)
     return pickle.dumps(result)
 
 

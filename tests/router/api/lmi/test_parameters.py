@@ -143,7 +143,7 @@ REFUSED_BODIES: list[tuple[Any, str]] = [
     ({"inputs": "a", "parameters": []}, "parameters must be an object, not a list"),
     ({"inputs": ["a"] * 129}, "inputs must have at most 128 texts"),
     ([], "the body must be an object, not a list"),
-    (b"{", "the body is not valid JSON in UTF-8"),
+    (b"{", "the body is not valid JSON in UTF-8: it ends too early"),
     ({"inputs": "a " * 500}, "input tokens (502) plus prefix length (0) must be < 200"),
 ]
 

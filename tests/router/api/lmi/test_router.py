@@ -137,7 +137,7 @@ def check_the_end(setup: Setup, port: int) -> None:
     with connection:
         first = json.loads(response.readline())
         setup.service.process.send_signal(signal.SIGTERM)
-        setup.service.wait_for_line("draining 1 requests", 5)
+        setup.service.wait_for_line("draining requests: 1", 5)
         assert ask(port, BODY) == unavailable("the service is shutting down")
         *lines, last = [json.loads(line) for line in response.read().splitlines()]
     assert last["token"]["id"] == -1

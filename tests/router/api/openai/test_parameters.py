@@ -19,7 +19,6 @@ from tgis.router.errors import (
     NotFoundError,
     OverloadedError,
     PayloadTooLargeError,
-    QuotingError,
     RequestError,
     UnavailableError,
 )
@@ -142,7 +141,7 @@ REFUSALS: list[tuple[RequestError, str | None, str | None, str]] = [
     ),
     (RequestError("n must be >= 1", "n"), "n", None, "n must be >= 1"),
     (RequestError("something else"), None, None, "something else"),
-    (QuotingError("regex no: regex", "regex"), "guided_regex", None, "guided_regex no: regex"),
+    (RequestError("regex no: regex", "regex", "regex no"), "guided_regex", None, "guided_regex no: regex"),
 ]
 
 

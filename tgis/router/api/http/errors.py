@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tgis.router.errors import OverloadedError, RequestError, RouterError, internal_error
+from tgis.router.errors import OverloadedError, ReportedError, RouterError, internal_error
 from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.http_statuses import http_status
 
@@ -19,14 +19,14 @@ OWN_FORM = "own_form"
 """Key of a request's state, set if its errors do not have its API's form."""
 TEMPORARY = (429, 503)
 RETRY_S = 1
+MAX_REASON_CHARS = 500
 
 
-class HttpError(Exception):
+class HttpError(ReportedError):
     """Refusal of a request with its own status, the same for every API."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.is_logged = False
+    def __init__(self, status: int, message: str, log_text: str | None = None) -> None:
+        super().__init__(message, log_text)
         self.status = status
 
 
@@ -57,7 +57,7 @@ class UnloggedRefusal(NamedTuple):
     parameter: str
     """Parameter that the refusal names, empty if there is none."""
     reason: str
-    """Reason that is not in the request, such as a shutdown, otherwise empty."""
+    """Text for the log, which does not quote the request."""
 
 
 class ErrorResponse(Response):
@@ -73,9 +73,8 @@ class ErrorResponse(Response):
             headers["www-authenticate"] = "Bearer"
         super().__init__(body, status, headers, media_type)
         self.refusal: UnloggedRefusal | None = None
-        if isinstance(error, HttpError | RouterError) and not error.is_logged:
-            is_own = isinstance(error, RouterError) and not isinstance(error, RequestError)
-            self.refusal = UnloggedRefusal(parameter, str(error) if is_own else "")
+        if isinstance(error, ReportedError) and not error.is_logged:
+            self.refusal = UnloggedRefusal(parameter, error.log_text[:MAX_REASON_CHARS])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.refusal is not None:

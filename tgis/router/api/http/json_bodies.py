@@ -8,6 +8,7 @@ import msgspec
 
 from tgis.process.fair_queue import FairQueue
 from tgis.router.api.http.fields.invalid_fields import describe_invalid
+from tgis.router.api.http.fields.invalid_json import NOT_JSON, describe_invalid_json
 from tgis.router.api.http.json_structure import BodyLimits, Weight, check_structure
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
 
@@ -108,7 +109,7 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     except msgspec.ValidationError as error:
         path, text = describe_invalid(error, decoder.type)
         raise RequestError(text, path) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise RequestError("the body is not valid JSON in UTF-8") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"{NOT_JSON}: {describe_invalid_json(error, body)}") from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None

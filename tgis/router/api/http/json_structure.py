@@ -174,7 +174,7 @@ def _check_fields(fields: list[_Field], num_values: int, limits: BodyLimits) -> 
         if name in IDS and num_lists > limits.max_inputs + 1:
             raise RequestError(f"{name} must have at most {limits.max_inputs} lists", name)
         if num > (limit := limits.of_field(name, num_lists)):
-            shown = f"{name} has" if name.isidentifier() and len(name) <= 64 else "a field has"
-            raise RequestError(f"{shown} more than {limit} values", name)
+            named = name if name.isidentifier() and len(name) <= 64 else ""  # not any text of the client
+            raise RequestError(f"{named or 'a field'} has more than {limit} values", named)
     if num_values - sum(each.num_values for each in fields if each.name in IDS) > MAX_VALUES:
         raise RequestError(f"the body has more than {MAX_VALUES} values")

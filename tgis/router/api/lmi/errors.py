@@ -41,7 +41,7 @@ class MissingModelError(HttpError):
     """Refusal of a request for a model that is not served."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(404, f"Model not found: {name[:MAX_MODEL_CHARS]}")
+        super().__init__(404, f"Model not found: {name[:MAX_MODEL_CHARS]}", "the model is not found")
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def translated_refusals(adapter_id: str | None) -> Iterator[None]:
             shown = (adapter_id or "")[:MAX_ADAPTER_CHARS]
             text = f"Adapter {shown} is not registered"
             parameter = "adapters"
-        refusal = RequestError(text, parameter)
+        refusal = RequestError(text, parameter, describe_refusal(error))
         refusal.is_logged = error.is_logged
         raise refusal from None
 

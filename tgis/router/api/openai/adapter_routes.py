@@ -15,7 +15,7 @@ from tgis.config.adapter_ids import is_adapter_id
 from tgis.router.adapters.names import NAME, check_new_name
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.models import is_model_name
-from tgis.router.api.openai.errors import ApiError
+from tgis.router.api.openai.errors import ApiError, as_api_error
 from tgis.router.api.openai.fields.sampling_fields import read_fields
 from tgis.router.engine.handle import GivenNames
 from tgis.router.errors import NotFoundError, RequestError
@@ -113,7 +113,7 @@ def _translated(field: str) -> Iterator[None]:
         yield
     except RequestError as error:
         status = 404 if isinstance(error, NotFoundError) else 400
-        raise ApiError(status, str(error), field) from None
+        raise as_api_error(error, field, status) from None
 
 
 def _locate(path: str, roots: Sequence[str]) -> tuple[str | None, list[str]]:

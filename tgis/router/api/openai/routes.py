@@ -71,4 +71,4 @@ def _models(parts: ServiceParts, chats: ChatApi) -> ModelRoutes:
 
 async def _refuse(request: Request) -> Response:
     text = f"{request.url.path[:64]} is not served; /v1/chat/completions and /v1/completions are"
-    raise ApiError(404, text, code="not_found")
+    raise ApiError(404, text, code="not_found", log_text="this route of the API is not served")

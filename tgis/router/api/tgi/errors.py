@@ -34,8 +34,8 @@ class BodyError(HttpError):
 class TemplateError(HttpError):
     """Refusal of a chat that the model's template cannot render."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(422, message)
+    def __init__(self, message: str, log_text: str) -> None:
+        super().__init__(422, message, log_text)
 
 
 class TgiErrors:

@@ -34,7 +34,7 @@ class Tokenization:
         try:
             text = await self._chats.render(body, request.state.call)
         except HttpError as error:
-            raise TemplateError(f"Template error: {error}") from None
+            raise TemplateError(f"Template error: {error}", error.log_text) from None
         job = TokenizeJob(list_chat_places, (text,), 1, _size(text), "ChatTokenize")
         return await self._run(job, request)
 

@@ -18,7 +18,7 @@ from tgis.router.api.grpc.call_status import Context
 from tgis.router.api.http.default_sampling import read_default_sampling
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.merged_streams import merge
-from tgis.router.api.renamed_parameters import renamed_text
+from tgis.router.api.renamed_parameters import renamed_log_text, renamed_text
 from tgis.router.api.service import Result
 from tgis.router.api.tenants import is_operator, tenant_of
 from tgis.router.api.vllm_engine.cache_feed import CacheFeeds
@@ -192,6 +192,7 @@ def _own_names() -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        renamed = RequestError(renamed_text(error, NAMES), error.parameter)
+        log_text = renamed_log_text(error, NAMES)
+        renamed = RequestError(renamed_text(error, NAMES), error.parameter, log_text)
         renamed.is_logged = error.is_logged
         raise renamed from None

@@ -41,9 +41,9 @@ class Api:
         request.state.call = open_call(request, "team-7", BodyReader(1 << 20, BodyLimits()))
         match (await request.body()).decode():
             case "bad":
-                return OPENAI_ERRORS.respond(ApiError(400, f"no {MARK}", "max_tokens", MARK))
+                return OPENAI_ERRORS.respond(ApiError(400, f"no {MARK}", "max_tokens", MARK, "no tokens"))
             case "template":
-                return OPENAI_ERRORS.respond(RequestError(MARK))
+                return OPENAI_ERRORS.respond(RequestError(MARK, log_text="a broken rule"))
             case "closing":
                 return OPENAI_ERRORS.respond(UnavailableError("the service is shutting down"))
             case "logged":
@@ -127,14 +127,13 @@ async def test_a_refusal_before_the_service_has_one_line(caplog: pytest.LogCaptu
         "correlation_id": "request-1",
         "tenant": "team-7",
     }
-    line = "POST /v1/echo is refused with 400"
-    assert records == [(line, fields | {"parameter": "max_tokens"}), (line, fields)]
+    line = "POST /v1/echo is refused with 400: "
+    named = fields | {"parameter": "max_tokens"}
+    assert records == [(f"{line}no tokens", named), (f"{line}a broken rule", fields)]
     assert MARK not in json.dumps(records)
 
 
-async def test_a_refusal_that_the_request_does_not_cause_has_its_reason(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_refusal_without_quotes_has_its_whole_text(caplog: pytest.LogCaptureFixture) -> None:
     api = Api()
     with caplog.at_level(logging.INFO, LOGGER):
         async with api.served() as port:

@@ -31,6 +31,7 @@ from tests.support.tls_files import Files, issue
 from tgis.net.ports import reserve
 from tgis.router.api.http.json_structure import BodyLimits, check_structure
 from tgis.router.errors import RequestError
+from tgis.router.requests.shutdown import STOPPED
 
 PATH = "/v1/completions"
 MAX_BYTES, MAX_CONNECTIONS, SLOW_S = 1 << 16, 100, 0.5
@@ -329,7 +330,7 @@ def test_a_drain_finishes_active_calls_and_refuses_new_ones(tmp_path: Path) -> N
     stream = open_stream(port)
     other = http.client.HTTPConnection("127.0.0.1", port)
     setup.service.process.send_signal(signal.SIGTERM)
-    setup.service.wait_for_line("draining 1 requests", 5)
+    setup.service.wait_for_line("draining requests: 1, for at most 30 s (--shutdown-timeout)", 5)
     other.request("POST", PATH, json.dumps(GENERATE))
     answer = read(other)
     other.close()
@@ -351,6 +352,8 @@ def test_a_drain_ends_long_calls_with_an_error(tmp_path: Path) -> None:
     assert b'data: {"error":{"message":"the service is shutting down"' in text
     assert b"data: [DONE]" in text
     assert stop_router(setup) == 0
+    assert f"failed with UNAVAILABLE: {STOPPED}" in setup.service.output
+    assert "CANCELLED" not in setup.service.output
 
 
 def test_calls_while_the_model_loads_are_refused(tmp_path: Path) -> None:

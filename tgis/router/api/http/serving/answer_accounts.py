@@ -78,8 +78,7 @@ class AnswerAccounts:
         about: dict[str, object] = {FIELDS: fields}
         if not any(name == b"authorization" for name, _ in scope["headers"]):
             about[KIND] = f"HTTP refused {status}"
-        reason = f": {refusal.reason}" if refusal.reason else ""
-        logger.warning("%s %s is refused with %d%s", method, route, status, reason, extra=about)
+        logger.warning("%s %s is refused with %d: %s", method, route, status, refusal.reason, extra=about)
 
 
 def _is_stream(message: Message) -> bool:

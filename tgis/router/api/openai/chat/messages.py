@@ -6,9 +6,10 @@ from typing import Any, Protocol
 import msgspec
 
 from tgis.router.api.http.call_context import HttpCall
+from tgis.router.api.http.fields.invalid_json import describe_invalid_json
 from tgis.router.api.openai.chat.tools import show_tools
 from tgis.router.api.openai.chat.types import Message, Tool, ToolCall
-from tgis.router.api.openai.errors import ApiError
+from tgis.router.api.openai.errors import ApiError, as_api_error
 from tgis.router.chat.renderer import Chat, ChatRenderer
 from tgis.router.errors import RequestError
 
@@ -54,7 +55,7 @@ async def render_chat(
     try:
         return await renderer.render(chat, http.owner)
     except RequestError as error:
-        raise ApiError(400, str(error), error.parameter or "messages") from None
+        raise as_api_error(error, error.parameter or "messages") from None
 
 
 async def _check_arguments(messages: list[Message], http: HttpCall) -> None:
@@ -64,7 +65,9 @@ async def _check_arguments(messages: list[Message], http: HttpCall) -> None:
     try:
         await http.bodies.check(f"[{','.join(texts)}]".encode(errors="replace"), http.owner)
     except RequestError as error:
-        raise ApiError(400, f"the arguments of tool calls: {error}", "messages") from None
+        where = "the arguments of tool calls"
+        log_text = f"{where}: {error.log_text}"
+        raise ApiError(400, f"{where}: {error}", "messages", log_text=log_text) from None
 
 
 async def _template_messages(messages: list[Message], renderer: ChatRenderer) -> list[dict[str, Any]]:
@@ -120,7 +123,8 @@ def _content(message: Message, where: str, as_parts: bool) -> str | list[dict[st
     for part in message.content:
         if part.type != "text":
             kind = part.type if part.type.isidentifier() and len(part.type) <= 32 else "its type"
-            raise ApiError(400, f"{where}: parts must be text; {kind} is not supported", "messages")
+            text = f"{where}: parts must be text"
+            raise ApiError(400, f"{text}; {kind} is not supported", "messages", log_text=text)
         if part.text is None:
             raise ApiError(400, f"{where}: a part has no text", "messages")
         texts.append(part.text)
@@ -132,8 +136,12 @@ def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, RecursionError):
-            text = f"{where}: the arguments of a tool call are not valid JSON"
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            reason = describe_invalid_json(error, arguments.encode(errors="replace"))
+            text = f"{where}: the arguments of a tool call are not valid JSON: {reason}"
+            raise ApiError(400, text, "messages") from None
+        except RecursionError:
+            text = f"{where}: the arguments of a tool call are nested too deeply"
             raise ApiError(400, text, "messages") from None
     function = {"name": call.function.name, "arguments": arguments or {}}
     return {"id": call.id, "type": call.type, "function": function}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tgis.router.api.openai.errors import ApiError
+from tgis.router.api.openai.errors import ApiError, as_api_error
 from tgis.router.api.openai.fields.sampling_fields import SamplingFields
 from tgis.router.errors import RequestError
 from tgis.router.requests.parameters import Parameters, read_seed, same_named
@@ -31,7 +31,7 @@ def _seed(seed: int | None) -> int | None:
     try:
         return read_seed(seed)
     except RequestError as error:
-        raise ApiError(400, str(error), "seed") from None
+        raise as_api_error(error, "seed") from None
 
 
 def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from tgis.router.api.openai.errors import ApiError, missing_model
+from tgis.router.api.openai.errors import MISSING_MODEL, ApiError, missing_model
 from tgis.router.api.renamed_parameters import renamed_log_text, renamed_text
 from tgis.router.errors import InputTooLongError, NotFoundError, RequestError
 
@@ -37,13 +37,15 @@ def translated_refusals(model: str | None, names: Mapping[str, str]) -> Iterator
 def describe_refusal(names: Mapping[str, str], error: RequestError) -> str:
     """Return a refusal's text for the log. `names` replaces entries of NAMES."""
     if isinstance(error, NotFoundError):
-        return "the model does not exist"
+        return MISSING_MODEL
     return renamed_log_text(error, {**NAMES, **names}, INPUT)
 
 
 def _translate(error: RequestError, names: Mapping[str, str]) -> ApiError:
     text = renamed_text(error, names, INPUT)
+    log_text = renamed_log_text(error, names, INPUT)
     param = names.get(error.parameter, error.parameter) or None
     if isinstance(error, InputTooLongError):
-        return ApiError(400, f"This model's maximum context length is exceeded: {text}", param, TOO_LONG)
-    return ApiError(400, text, param)
+        text = f"This model's maximum context length is exceeded: {text}"
+        return ApiError(400, text, param, TOO_LONG, log_text)
+    return ApiError(400, text, param, log_text=log_text)

@@ -12,7 +12,7 @@ from tgis.router.api.http.default_sampling import DefaultFields
 from tgis.router.api.http.fields.shared_fields import MAX_COUNT
 from tgis.router.api.http.json_bodies import decode_body
 from tgis.router.api.http.serving.origins import is_of_page
-from tgis.router.api.openai.errors import ApiError
+from tgis.router.api.openai.errors import ApiError, as_api_error
 from tgis.router.errors import RequestError
 from tgis.router.requests.parameters import MAX_PRIORITY
 
@@ -88,7 +88,7 @@ async def read_fields(decoder: msgspec.json.Decoder[T], request: Request) -> T:
     try:
         body = await read_body(request)
     except RequestError as error:
-        raise ApiError(400, str(error), error.parameter or None) from None
+        raise as_api_error(error) from None
     return decode_fields(decoder, body)
 
 
@@ -97,7 +97,7 @@ def decode_fields(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decode_body(decoder, body)
     except RequestError as error:
-        raise ApiError(400, str(error), error.parameter or None) from None
+        raise as_api_error(error) from None
 
 
 def check_stream_options(fields: SamplingFields) -> None:

@@ -7,6 +7,7 @@ from starlette.requests import Request
 
 from tgis.router.api.http.call_context import media_type, read_body
 from tgis.router.api.http.fields.invalid_fields import describe_invalid
+from tgis.router.api.http.fields.invalid_json import describe_invalid_json
 from tgis.router.api.tgi.errors import BodyError
 from tgis.router.errors import RequestError
 
@@ -34,7 +35,7 @@ async def read_json(request: Request) -> bytes:
     try:
         return await read_body(request)
     except RequestError as error:
-        raise BodyError(400, NOT_JSON.format(error)) from None
+        raise BodyError(400, NOT_JSON.format(error), NOT_JSON.format(error.log_text)) from None
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
@@ -43,8 +44,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise BodyError(422, WRONG.format(describe_invalid(error, decoder.type).text)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise BodyError(400, NOT_JSON.format("it is not valid JSON in UTF-8")) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        reason = f"it is not valid JSON in UTF-8: {describe_invalid_json(error, body)}"
+        raise BodyError(400, NOT_JSON.format(reason)) from None
     except RecursionError:
         raise BodyError(400, NOT_JSON.format("it is nested too deeply")) from None
 

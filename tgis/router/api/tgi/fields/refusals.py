@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tgis.router.api.tgi.rules import TGI
-from tgis.router.errors import InputTooLongError, NotFoundError, QuotingError, RequestError
+from tgis.router.errors import InputTooLongError, NotFoundError, RequestError
 from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.validation import MAX_STOP_SEQUENCE_BYTES, RequestLimits
 
@@ -31,23 +31,22 @@ def translated_refusals(parameters: Parameters, limits: RequestLimits) -> Iterat
     except NotFoundError:
         raise
     except RequestError as error:
-        if (text := _translate(error, parameters, limits)) is None:
+        if (text := _translate(error, str(error), parameters, limits)) is None:
             raise
-        is_quoting = isinstance(error, QuotingError)
-        refusal = QuotingError(text) if is_quoting else RequestError(text, error.parameter)
+        refusal = RequestError(text, error.parameter, describe_refusal(parameters, limits, error))
         refusal.is_logged = error.is_logged
         raise refusal from None
 
 
 def describe_refusal(parameters: Parameters, limits: RequestLimits, error: RequestError) -> str:
     """Return a refusal's text for the log, which quotes nothing."""
-    if isinstance(error, QuotingError | NotFoundError):
+    if isinstance(error, NotFoundError):
         return error.log_text
-    return _translate(error, parameters, limits) or error.log_text
+    return _translate(error, error.log_text, parameters, limits) or error.log_text
 
 
-def _translate(error: RequestError, parameters: Parameters, limits: RequestLimits) -> str | None:
-    """Return TGI's text for a refusal, or None to keep the service's text."""
+def _translate(error: RequestError, text: str, parameters: Parameters, limits: RequestLimits) -> str | None:
+    """Return TGI's words for a refusal with the service's `text`, or None to keep them."""
     if isinstance(error, InputTooLongError):
         return _length_text(error.num_inputs, parameters.max_new_tokens, limits)
     match error.parameter:
@@ -56,11 +55,9 @@ def _translate(error: RequestError, parameters: Parameters, limits: RequestLimit
         case "stop_sequences":
             return STOPS
         case field if field in GRAMMARS:
-            reason = str(error).removeprefix(f"{field} ")
-            is_invalid = reason.startswith("is not valid: ")
-            return INVALID_GRAMMAR.format(
-                reason.removeprefix("is not valid: ") if is_invalid else f"it {reason}"
-            )
+            reason = text.removeprefix(f"{field} ")
+            is_invalid = reason.startswith("is not valid")
+            return f"grammar {reason}" if is_invalid else INVALID_GRAMMAR.format(f"it {reason}")
     return None
 
 
