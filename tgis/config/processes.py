@@ -296,7 +296,8 @@ class ShardConfig(
         group=Group.NETWORK,
     )
     kernel_cache: str | None = option(
-        "Directory for compiled kernels if no other directory is writable; unset: none.",
+        "Directory of the run, for compiled kernels if no other directory is writable, and for the choice of "
+        "products on GPUs; unset: none.",
         None,
         env=False,
         group=Group.LIFECYCLE,

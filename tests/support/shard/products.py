@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
+from tests.support.shard import guarded_memory
+from tgis.shard.kernels.cpu.codes import product as code_product
+from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.kernels.cpu.jit.compiler import capture
 from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 
@@ -20,6 +24,16 @@ def check_replay(product: Callable[[Tensor], Tensor], x: Tensor) -> None:
         y.fill_(torch.nan)
         graph.replay()
         assert torch.equal(y, expected)
+
+
+def check_accesses(
+    pack: Callable[[], code_product.CodeProduct], x: Tensor, expected: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check a product of codes in memory whose neighbours must not be accessed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(code_product, "empty", guarded_memory.empty)
+        patch.setattr(panels.arena, "allocate", guarded_memory.allocate)
+        assert torch.equal(pack()(guarded_memory.empty(*x.shape).copy_(x)), expected)
 
 
 def check_rounding(pack: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:

@@ -1,12 +1,13 @@
 """Attention of GPUs, kernels in Triton's interpreter and their twins, against float64."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.cuda.attention import KERNELS, CudaScene
-from tests.support.cuda.interpreter import interpreted_modules
+from tests.support.cuda.interpreter import interpreted, interpreted_modules
 from tests.support.shard.attention_scene import FLOAT8_SHAPES, PLAIN, SCORINGS, SHAPES, Shape
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cuda import step_state
@@ -201,6 +202,33 @@ def test_tiles_write_their_tokens_only(kernels: Implementations) -> None:
         assert (out[7:] == 7).all()
         if tiles:
             scene.check_near(out[4:7], scene.expected(0, 30, 33, PLAIN))
+
+
+class RecordedKernel:
+    """Kernel whose grids are recorded."""
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.grids.append(grid)
+        return self._kernel[grid]
+
+
+def test_more_tiles_than_a_grid_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's grid has at most 65,535 programs in its second dimension."""
+    module = interpreted_modules()["attend_tiles"]
+    recorded = RecordedKernel(module.attend_tiles_kernel)
+    monkeypatch.setattr(module, "attend_tiles_kernel", recorded)
+    scene = CudaScene(Shape(), [60, 40], interpreted())
+    spans = [(0, 0, 60), (1, 0, 40)]
+    expected = scene.attend_spans(spans, PLAIN)
+    [(_, num_tiles, _)] = recorded.grids
+    assert num_tiles == 2
+    monkeypatch.setattr(module, "MAX_TILES", 1)
+    assert all(map(torch.equal, scene.attend_spans(spans, PLAIN), expected))
+    assert [grid[1] for grid in recorded.grids] == [2, 1, 1]
 
 
 def test_a_step_of_single_tokens_and_chunks(kernels: Implementations) -> None:

@@ -1,8 +1,11 @@
-"""Which products of few rows use `multiply_few`: by measured times, on all ranks alike."""
+"""Which products of few rows use `multiply_few`: by measured times, on all ranks and after restarts alike."""
 
+import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +18,12 @@ from tgis.shard.kernels.cuda.few_rows import multiply_few
 from tgis.shard.kernels.cuda.few_rows.multiply_few import MAX_ROWS
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
-from tgis.shard.kernels.cuda.products.choice import MAX_MATRICES, ProductChoices
+from tgis.shard.kernels.cuda.products.choice import ProductChoices
+from tgis.shard.kernels.cuda.products.few_rows import FewRows, MatrixSize
 from tgis.shard.kernels.cuda.products.floats import CudaProduct
+from tgis.shard.kernels.cuda.products.stored_choices import StoredChoices
+from tgis.shard.kernels.cuda.products.timing import MAX_MATRICES, MAX_SECONDS, SizeTimer
+from tgis.shard.layers.ops import Activation, BiasedProduct, ExpertProducts
 
 
 class Counted:
@@ -45,6 +52,11 @@ def choose_alone(value: int) -> int:
     return value
 
 
+def ask(asked: list[int], value: int) -> int:
+    asked.append(value)
+    return value
+
+
 def test_the_faster_one_is_used() -> None:
     """It must win by two percent."""
     counted = Counted({32: 0.97, 48: 0.99, 64: 1.5})
@@ -65,10 +77,12 @@ def test_one_and_16_rows_are_timed_with_all_matrices_of_a_size() -> None:
     choices.measure(counted.time, choose_alone)
     assert len(counted.calls) == 3 * 2
     many = ProductChoices(counted.multiply)
-    weight = draw(24, 32)
-    [few] = {id(each): each for each in (many.add(weight, False) for _ in range(MAX_MATRICES + 5))}.values()
-    assert few is not None
-    assert len(few.matrices) == MAX_MATRICES
+    kept = [draw(24, 32) for _ in range(MAX_MATRICES + 5)]
+    for weight in kept:
+        many.add(weight, False)
+    counted.calls.clear()
+    many.measure(counted.time, choose_alone)
+    assert len(counted.calls) == MAX_MATRICES * 2
 
 
 def test_freed_matrices_leave_their_places_to_others() -> None:
@@ -103,7 +117,7 @@ def test_ranks_agree() -> None:
     choices = ProductChoices(counted.multiply)
     weights = [draw(24, columns) for columns in counted.cost]
     first, second = (choices.add(weight, False) for weight in weights)
-    answers = iter([2, -2, 1, 0])  # of all ranks: numbers of sizes, and who is faster at each
+    answers = iter([2, -2, 0, 1, 0])  # of all ranks: numbers of sizes, stored choices, and new ones
     choices.measure(counted.time, lambda value: next(answers))
     assert first is not None
     assert second is not None
@@ -115,9 +129,11 @@ def test_ranks_with_other_sizes_use_cublas() -> None:
     choices = ProductChoices(counted.multiply)
     weight = draw(24, 32)
     few = choices.add(weight, False)
-    choices.measure(counted.time, lambda value: min(value, -2 if value < 0 else value))
+    asked: list[int] = []
+    choices.measure(counted.time, lambda value: min(ask(asked, value), -2 if value < 0 else value))
     assert few is not None
     assert not few.is_used
+    assert asked == [1, -1], "further values would meet other ones of the ranks with more sizes"
 
 
 @pytest.mark.parametrize(
@@ -148,11 +164,6 @@ def test_failed_measurements_leave_cublas(
     assert f"24 x 32: cuBLAS (not timed: {reason}" in caplog.text
 
 
-def ask(asked: list[int], value: int) -> int:
-    asked.append(value)
-    return value
-
-
 def test_a_rank_without_the_kernel_takes_part_in_the_choice(caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise, the other ranks' values would meet those of its next agreement."""
     values: list[list[int]] = []
@@ -163,7 +174,7 @@ def test_a_rank_without_the_kernel_takes_part_in_the_choice(caplog: pytest.LogCa
         with caplog.at_level(logging.INFO):
             shard.choose_products(lambda work: 1e-6, partial(ask, values[-1]))
         assert product.multiply_parts(torch.randn(1, 32)) is None
-    assert values == [[1, -1, 0], [1, -1, 0]]
+    assert values == [[1, -1, 0, 0], [1, -1, 0, 0]]
     assert "24 x 32: cuBLAS (not timed: multiply_few is replaced)" in caplog.messages[1]
 
 
@@ -175,6 +186,84 @@ def test_figures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         choices.measure(counted.time, choose_alone)
     assert "at 1 and 16 rows: 24 x 32: multiply_few (0.5 and 1.0, 0.5 and 1.0)" in caplog.text
+
+
+def test_the_matrices_of_which_a_step_reads_most_are_timed_until_the_time_is_over() -> None:
+    counted = Counted(dict.fromkeys((32, 48, 64), 0.1))
+    weights = [draw(24, columns) for columns in (32, 32, 32, 48, 64, 64)]
+    sizes = {
+        MatrixSize(24, each, torch.bfloat16, False): FewRows(counted.multiply, False) for each in counted.cost
+    }
+    for weight in weights:
+        sizes[MatrixSize(24, weight.shape[1], weight.dtype, False)].add(weight)
+    clock = itertools.count(step=0.6 * MAX_SECONDS).__next__
+    timings = SizeTimer(counted.time, clock).time_all(sizes)
+    assert [size.in_features for size in timings] == [64, 32, 48]
+    assert [timing.is_faster for timing in timings.values()] == [True, False, False]
+    assert [timing.figures for timing in timings.values()][1:] == ["not timed: 10 s are over"] * 2
+
+
+def start(path: Path, microseconds: float, agree: Callable[[int], int] = choose_alone) -> list[bool]:
+    """Return the choices of a shard that starts, for matrices of 32 and 48 columns."""
+    counted = Counted({32: microseconds, 48: 2.0})
+    choices = ProductChoices(counted.multiply)
+    weights = [draw(24, columns) for columns in counted.cost]
+    all_few = [choices.add(weight, False) for weight in weights]
+    choices.measure(counted.time, agree, StoredChoices(path))
+    return [few is not None and few.is_used for few in all_few]
+
+
+def test_a_shard_that_starts_again_chooses_as_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it would measure now."""
+    path = tmp_path / "of this run" / "products-0.json"
+    assert start(path, 0.5) == [True, False]
+    with caplog.at_level(logging.INFO):
+        assert start(path, 1.5) == [True, False]
+    assert caplog.messages == [
+        "products of up to 16 rows as before the restart: 24 x 32: multiply_few; 24 x 48: cuBLAS"
+    ]
+
+
+def test_products_are_timed_again_if_a_rank_has_no_stored_choices(tmp_path: Path) -> None:
+    path = tmp_path / "products-0.json"
+    assert start(path, 0.5) == [True, False]
+    answers = iter([2, -2, 0, 1, 0])
+    assert start(path, 0.5, lambda value: next(answers)) == [True, False]
+    assert next(answers, None) is None
+
+
+@pytest.mark.parametrize("text", ["", '{"24 x 32 torch.bfloat16": true}'], ids=["cut", "another model"])
+def test_other_files_store_no_choices(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "products-0.json"
+    path.write_text(text)
+    assert start(path, 1.5) == [False, False]
+    assert start(path, 0.5) == [False, False], "the file was replaced"
+
+
+def test_choices_that_cannot_be_stored_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert start(tmp_path / "file" / "products-0.json", 0.5) == [True, False]
+    assert "a shard that is started again will time products again: " in caplog.text
+
+
+def test_experts_are_left_out() -> None:
+    """`mix_experts` multiplies their matrices."""
+    counted = Counted({32: 0.5, 24: 0.5})
+    shard = CudaKernels(CPU, replace(Implementations.plain(), multiply_few=counted.multiply))
+    up, down, other = (
+        shard.pack(TensorInMemory(draw(*shape), "weight"), torch.bfloat16)
+        for shape in ((48, 32), (32, 24), (48, 32))
+    )
+    expert = ExpertProducts(BiasedProduct(up, None), BiasedProduct(down, None))
+    assert shard.join_experts([expert], Activation("silu", True), 1.0, False) is not None
+    shard.choose_products(counted.time, choose_alone)
+    assert set(counted.calls) == {(48, 32)}
+    assert len(counted.calls) == 2
+    x = torch.randn(1, 32)
+    assert other.multiply_parts(x) is not None
+    assert up.multiply_parts(x) is None
 
 
 def test_a_model_without_matrices_logs_no_figures(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,9 +3,12 @@ work in graphs."""
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.cuda.late_device import LateDevice, LateGraph
 from tgis.shard.kernels.cuda.functions import dependent_launch
@@ -18,7 +21,8 @@ KERNELS = Implementations.plain()
 
 
 @pytest.fixture(autouse=True)
-def usual_launches() -> Iterator[None]:
+def usual_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(dependent_launches, "SIZE", 64)
     yield
     dependent_launch.refuse(None)
 
@@ -41,11 +45,35 @@ class Forgetting(LateDevice):
     [
         (LateDevice(), None),
         (Refusing(), "operation not permitted"),
-        (Forgetting(), "replayed products are wrong"),
+        (Forgetting(), "replayed layers are wrong"),
     ],
 )
-def test_replayed_products_are_compared(device: LateDevice, expected: str | None) -> None:
+def test_replayed_layers_are_compared(device: LateDevice, expected: str | None) -> None:
     assert find_obstacle(device, KERNELS) == expected
+
+
+def starts_early() -> bool:
+    return dependent_launch._Refusal.reason is None
+
+
+@pytest.mark.parametrize("name", dependent_launch.EARLY_KERNELS)
+def test_each_kernel_that_starts_early_is_checked(name: str) -> None:
+    """As if it did not wait for what it reads."""
+
+    def compute(*args: Any) -> Tensor:
+        result: Tensor = getattr(KERNELS, name)(*args)
+        return torch.zeros_like(result) if starts_early() else result
+
+    assert find_obstacle(LateDevice(), replace(KERNELS, **{name: compute})) == "replayed layers are wrong"
+
+
+@pytest.mark.parametrize("place", [3, 4], ids=["keys", "values"])
+def test_the_cache_is_compared(place: int) -> None:
+    def keep(*args: Any) -> Tensor:
+        lost = args[place].clone() if starts_early() else args[place]
+        return KERNELS.turn_and_keep(*args[:place], lost, *args[place + 1 :])
+
+    assert find_obstacle(LateDevice(), replace(KERNELS, turn_and_keep=keep)) == "replayed layers are wrong"
 
 
 @pytest.mark.parametrize(("device", "is_refused"), [(LateDevice(), False), (Refusing(), True)])

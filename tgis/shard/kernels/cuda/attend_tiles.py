@@ -19,6 +19,7 @@ from tgis.shard.kernels.cuda.functions.scoring import (
 from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
 from tgis.shard.memory.kv_cache import UNSCALED, CacheScale
 
+MAX_TILES = 65_535  # of a launch, the limit of the grid's second dimension
 QUERIES = 128  # maximum rows of a tile: tokens times query heads per key/value head
 
 
@@ -145,23 +146,22 @@ def launch(
     assert are_addressable(q, keys, values, block_tables)
     assert out.is_contiguous()
     assert tiles.is_contiguous()
-    if not len(tiles):
-        return
     sizes, options = choose_sizes(q, keys, scoring)
     parts = triton.cdiv(tile_tokens(sizes.group) * sizes.group, sizes.rows)
-    attend_tiles_kernel[num_kv_heads, len(tiles), parts](
-        q,
-        as_bytes(keys),
-        as_bytes(values),
-        block_tables,
-        tiles,
-        block_tables.stride(0),
-        ScoreArguments.of(scoring, keys, stored),
-        out,
-        sizes,
-        scoring.causal,
-        **options,
-    )
+    for some in tiles.split(MAX_TILES) if len(tiles) else ():
+        attend_tiles_kernel[num_kv_heads, len(some), parts](
+            q,
+            as_bytes(keys),
+            as_bytes(values),
+            block_tables,
+            some,
+            block_tables.stride(0),
+            ScoreArguments.of(scoring, keys, stored),
+            out,
+            sizes,
+            scoring.causal,
+            **options,
+        )
 
 
 def plain(

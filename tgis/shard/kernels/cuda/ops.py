@@ -5,6 +5,7 @@ except that branches of float16 models return float32, because some exceed the r
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from tgis.shard.kernels.cuda.codes.packing import can_pack, count_bytes
 from tgis.shard.kernels.cuda.grouped.expert_table import ExpertMatrices, ExpertTable
 from tgis.shard.kernels.cuda.grouped.slots import SlotDeltas, SlotTokens
 from tgis.shard.kernels.cuda.implementations import CODE_KERNELS, Implementations
-from tgis.shard.kernels.cuda.products.choice import ProductChoices, Timer
+from tgis.shard.kernels.cuda.products.choice import ProductChoices
 from tgis.shard.kernels.cuda.products.codes import CudaCodeProduct, CudaJoinedProduct, pack_product
 from tgis.shard.kernels.cuda.products.floats import CudaProduct, DeviceProduct
+from tgis.shard.kernels.cuda.products.stored_choices import NOT_STORED, StoredChoices
+from tgis.shard.kernels.cuda.products.timing import Timer
 from tgis.shard.kernels.cuda.states import mix
 from tgis.shard.kernels.portable.ops import TorchKernels, read_packed
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
@@ -52,12 +55,16 @@ class CudaKernels(TorchKernels):
         is_wide = _is_wide(role, dtype)
         return CudaProduct(matrix, is_wide, self._choices.add(matrix, is_wide))
 
-    def choose_products(self, time: Timer, agree: Callable[[int], int]) -> None:
-        """Time the products of few rows with the matrices that were packed, and use the faster ones. `agree`
-        returns the smallest of the ranks' values. A rank whose `multiply_few` is replaced takes part, because
-        the others wait for it."""
-        is_replaced = "multiply_few" in self._implementations.replaced
-        self._choices.measure(_refuse_timing if is_replaced else time, agree)
+    def choose_products(
+        self, timer: Timer, agree: Callable[[int], int], stored_in: Path | None = None
+    ) -> None:
+        """Time the products of few rows with the matrices that were packed, and use the faster ones, or those
+        that were chosen before a restart and are stored in a file. `agree` returns the smallest of the ranks'
+        values. A rank whose `multiply_few` is replaced takes part, because the others wait for it."""
+        if "multiply_few" in self._implementations.replaced:
+            self._choices.measure(_refuse_timing, agree, NOT_STORED)
+        else:
+            self._choices.measure(timer, agree, StoredChoices(stored_in))
 
     def find_code_packer(
         self, layout: CodeLayout, role: MatrixRole = "linear", dtype: torch.dtype = torch.bfloat16
@@ -128,9 +135,12 @@ class CudaKernels(TorchKernels):
         scales_input: bool,
     ) -> MixExperts | None:
         products = [product for expert in experts for product in (expert.up.product, expert.down.product)]
-        weights = [product.weight for product in products if isinstance(product, CudaProduct)]
+        of_floats = [product for product in products if isinstance(product, CudaProduct)]
+        weights = [product.weight for product in of_floats]
         if len(weights) < len(products) or len({weight.dtype for weight in weights}) > 1:
             return None
+        for product in of_floats:
+            product.leave_to_library()
         matrices = [
             ExpertMatrices(up, expert.up.bias, down, expert.down.bias)
             for expert, up, down in zip(experts, weights[::2], weights[1::2], strict=True)

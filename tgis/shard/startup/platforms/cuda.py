@@ -68,6 +68,7 @@ def on_cuda(
     stream = CudaStream(device)
     check_dependent_launches(stream, implementations)
     kernels = CudaKernels(device, implementations)
+    choices = None if kernel_cache is None else kernel_cache / f"products-{device.index}.json"
     return Platform(
         device=device,
         kernels=kernels,
@@ -81,7 +82,7 @@ def on_cuda(
         replaced_kernels=implementations.replaced,
         find_rank_obstacle=partial(find_rank_obstacle, stream, replaced=implementations.replaced),
         graph_sizes=partial(choose_graph_sizes, implementations),
-        choose_products=partial(kernels.choose_products, partial(time_captured, stream)),
+        choose_products=partial(kernels.choose_products, partial(time_captured, stream), stored_in=choices),
     )
 
 

@@ -4,6 +4,7 @@ within the error bound of the definition, and with the same bits in every batch.
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.support.shard import guarded_memory
 from tests.support.shard.code_cases import CASES, INTEGERS, CodesInMemory, draw, expand
 from tests.support.shard.emulated_tiles import compile_each_emulated
 from tests.support.shard.gguf_tensors import NUM_COLUMNS, count_magnitudes, make_tensor
-from tests.support.shard.products import check_not_finite, check_replay
+from tests.support.shard.products import check_accesses, check_not_finite, check_replay
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.gguf.codes import CODINGS
 from tgis.shard.kernels.cpu.amx import permission
@@ -170,12 +171,7 @@ def test_nothing_else_is_read_or_written(
     codes = draw(MIXED[name], 65)
     for num_rows in (1, 17, 97):
         x = torch.randn(num_rows, MIXED[name].num_columns)
-        expected = pack(codes, by_kind)(x)
-        with monkeypatch.context() as patch:
-            patch.setattr(product, "empty", guarded_memory.empty)
-            patch.setattr(panels.arena, "allocate", guarded_memory.allocate)
-            guarded = guarded_memory.empty(*x.shape).copy_(x)
-            assert torch.equal(pack(codes, by_kind)(guarded), expected)
+        check_accesses(partial(pack, codes, by_kind), x, pack(codes, by_kind)(x), monkeypatch)
 
 
 def test_nothing_beyond_rounded_rows_is_read(by_kind: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

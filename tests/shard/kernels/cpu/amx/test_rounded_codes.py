@@ -3,6 +3,7 @@ tiles, which have their own oracles."""
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.support.shard import guarded_memory
 from tests.support.shard.code_cases import CASES, INTEGERS, CodesInMemory, draw
 from tests.support.shard.emulated_tiles import compile_each_emulated
 from tests.support.shard.gguf_tensors import NUM_COLUMNS, make_tensor
-from tests.support.shard.products import check_not_finite, check_replay
+from tests.support.shard.products import check_accesses, check_not_finite, check_replay
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.gguf.codes import CODINGS
 from tgis.shard.kernels.cpu.amx import permission
@@ -133,12 +134,7 @@ def test_nothing_else_is_read_or_written(
     codes = draw(SHAPES[name], 65)
     for num_rows in (33, 97):
         x = torch.randn(num_rows, SHAPES[name].num_columns)
-        expected = pack(codes)(x)
-        with monkeypatch.context() as patch:
-            patch.setattr(product, "empty", guarded_memory.empty)
-            patch.setattr(panels.arena, "allocate", guarded_memory.allocate)
-            guarded = guarded_memory.empty(*x.shape).copy_(x)
-            assert torch.equal(pack(codes, by_kind)(guarded), expected)
+        check_accesses(partial(pack, codes, by_kind), x, pack(codes)(x), monkeypatch)
 
 
 @pytest.mark.parametrize("num_rows", [40, 70])

@@ -20,6 +20,7 @@ from tgis.shard.kernels.cuda.codes.numbers import (
 from tgis.shard.kernels.cuda.codes.packed import PackedCodes
 from tgis.shard.kernels.cuda.codes.widen_codes import plain as widen
 from tgis.shard.kernels.cuda.few_rows import add_parts
+from tgis.shard.kernels.cuda.few_rows.store_tile import store_tile
 
 MAX_ROWS = 256
 """Maximum rows for which codes are converted anew for each group of rows. For more rows, it takes less time
@@ -100,18 +101,10 @@ def multiply_codes_kernel(
     panel = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = row < num_rows
-    row = row.to(tl.int64)
     begin, end = part * part_size, tl.minimum((part + 1) * part_size, weight.num_tiles)
-    total = sum_tiles(x, weight, row, is_row, in_features, panel, begin, end, FORM, ROWS)
-    column = panel * FORM.outputs + tl.arange(0, FORM.outputs)
-    is_column = column < out_features
-    if bias is not None:
-        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
-    if HAS_PARTS:
-        row += part.to(tl.int64) * num_rows
-    places = row[None, :] * out_features + column[:, None]
-    tl.store(out + places, total.to(out.dtype.element_ty), mask=is_column[:, None] & is_row[None, :])
+    total = sum_tiles(x, weight, row.to(tl.int64), row < num_rows, in_features, panel, begin, end, FORM, ROWS)
+    output = panel * FORM.outputs + tl.arange(0, FORM.outputs)
+    store_tile(total, bias, out, output, row, part, num_rows, out_features, HAS_PARTS)
 
 
 def launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.shard.kernels.cuda.few_rows import add_parts
+from tgis.shard.kernels.cuda.few_rows.store_tile import store_tile
 from tgis.shard.kernels.cuda.functions.dependent_launch import is_dependent, prefetch, wait_for_inputs
 
 MAX_ROWS = 16
@@ -60,15 +61,7 @@ def multiply_few_kernel(
         w_tile = tl.load(own + column, mask=is_column, other=0.0)  # [OUTPUTS, TILE]
         x_tile = tl.load(x + column, mask=is_row & is_column, other=0.0)  # [ROWS, TILE]
         total = tl.dot(w_tile, x_tile.T, total, input_precision="ieee")
-    if bias is not None:
-        added = tl.load(bias + output, mask=output < out_features, other=0.0)
-        total += added.to(tl.float32)[:, None]
-    place = row.to(tl.int64)
-    if HAS_PARTS:
-        place += part.to(tl.int64) * num_rows
-    places = place[None, :] * out_features + output[:, None]
-    is_inside = (output < out_features)[:, None] & (row < num_rows)[None, :]
-    tl.store(out + places, total.to(out.dtype.element_ty), mask=is_inside)
+    store_tile(total, bias, out, output, row, part, num_rows, out_features, HAS_PARTS)
 
 
 def launch(

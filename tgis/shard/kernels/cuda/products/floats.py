@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.kernels.cuda.few_rows.multiply_few import MAX_ROWS
-from tgis.shard.kernels.cuda.products.choice import FewRows
+from tgis.shard.kernels.cuda.products.few_rows import FewRows
 from tgis.shard.kernels.cuda.products.wide import multiply_floats
 
 
@@ -56,6 +56,12 @@ class CudaProduct(DeviceProduct):
         assert self._few is not None, "it is used"
         x = x.to(self.weight.dtype).contiguous()
         return self._few.multiply(x, self.weight, None, torch.float32, True)
+
+    def leave_to_library(self) -> None:
+        """Use cuBLAS for all numbers of rows, because another kernel multiplies this weight in most steps."""
+        if self._few is not None:
+            self._few.remove(self.weight)
+            self._few = None
 
     def _uses_few(self, x: Tensor) -> bool:
         return self._few is not None and self._few.is_used and len(x) <= MAX_ROWS

@@ -3,7 +3,7 @@ if they return correct products, and those with rounded activations if they retu
 without tiles."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -61,28 +61,35 @@ def choose_tile_kernels(
 ) -> TileKernels:
     """Return the kernels with bfloat16 arithmetic by the kind of products, or none. `has_tiles` is True if
     AMX may be used."""
-    own = {kind: each for kind, each in kernels.items() if not kind.rounds_activations}
-    if not has_tiles or not own:
-        return TileKernels({})
-    if is_near(own):
-        logger.info("products with codes of 2 to 8 bits use AMX tiles")
-        return TileKernels(own)
-    warn_without_amx(REPLACED, "AMX_BF16")
-    return TileKernels({}, (REPLACED,))
+    own = {kind: each for kind, each in kernels.items() if has_tiles and not kind.rounds_activations}
+    return _choose(own, is_near, "products with codes of 2 to 8 bits use AMX tiles", REPLACED, "AMX_BF16")
 
 
 def choose_rounded_kernels(
     has_tiles: bool, kernels: Mapping[Kind, CodeTileKernels] = KERNELS_ON_TILES
 ) -> TileKernels:
     """Return the kernels with rounded activations by the kind of products, or none."""
-    own = {kind: each for kind, each in kernels.items() if kind.rounds_activations}
-    if not has_tiles or not own:
+    own = {kind: each for kind, each in kernels.items() if has_tiles and kind.rounds_activations}
+    use = "products of many rows with codes and rounded activations use AMX tiles"
+    return _choose(own, is_same, use, REPLACED_ROUNDED, "AMX_INT8")
+
+
+def _choose(
+    own: Mapping[Kind, CodeTileKernels],
+    is_right: Callable[[Mapping[Kind, CodeTileKernels]], bool],
+    use: str,
+    name: str,
+    instructions: str,
+) -> TileKernels:
+    """Return the kernels if they pass a check, which is logged as `use`. Otherwise, they are replaced under a
+    name."""
+    if not own:
         return TileKernels({})
-    if is_same(own):
-        logger.info("products of many rows with codes and rounded activations use AMX tiles")
+    if is_right(own):
+        logger.info(use)
         return TileKernels(own)
-    warn_without_amx(REPLACED_ROUNDED, "AMX_INT8")
-    return TileKernels({}, (REPLACED_ROUNDED,))
+    warn_without_amx(name, instructions)
+    return TileKernels({}, (name,))
 
 
 def is_near(kernels: Mapping[Kind, CodeTileKernels]) -> bool:
