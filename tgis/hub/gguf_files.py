@@ -34,6 +34,15 @@ def find_gguf(name: str, revision: str | None, cache: Path) -> list[Path] | None
     return _only_model(place)
 
 
+def find_named_place(directory: Path) -> Path:
+    """Return the GGUF file, or the first of its parts, for which a directory was written; any other
+    directory itself.
+
+    Such a directory is temporary and links to the files, so its own name means nothing to the operator."""
+    links = (file.readlink() for file in _list_files(directory) if file.is_symlink())
+    return next((target for target in links if target.is_absolute()), directory)  # not in the hub cache
+
+
 def refuse_gguf(place: Path) -> None:
     """Raise ModelNotFoundError for a GGUF file, and for a directory whose only weights are GGUF files."""
     files = [place] if os.path.isfile(place) and _is_gguf(place) else _list_files(place)
