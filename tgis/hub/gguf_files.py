@@ -26,7 +26,10 @@ def find_gguf(name: str, revision: str | None, cache: Path) -> list[Path] | None
     if model and file.endswith(SUFFIX) and not os.path.exists(name):
         path = _place(model, revision, cache) / file
         if Path(file).name != file or not os.path.isfile(path):
-            raise ModelNotFoundError(f"{file} is not among the downloaded files of {model}")
+            raise ModelNotFoundError(
+                f"{file} is not among the downloaded files of {model}; download it with "
+                f"`text-generation-server download-weights {name}`"
+            )
         return _list_parts(path)
     place = _place(name, revision, cache)
     if os.path.isfile(place):

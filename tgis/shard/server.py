@@ -85,9 +85,7 @@ def serve(config: ShardConfig, heartbeat: Heartbeat) -> NoReturn:
     if plan.on.device.type == "cpu":  # steps of a GPU do not pass through the processor's caches
         collapse_soon()
     named = find_named_place(Path(config.model_path))
-    logger.info(
-        "rank %d of %d is ready: %s on %s", config.rank, config.world_size, named, endpoint.name
-    )
+    logger.info("rank %d of %d is ready: %s on %s", config.rank, config.world_size, named, endpoint.name)
 
     def fail() -> NoReturn:
         log_failure(sys.exception())
