@@ -259,6 +259,13 @@ class RouterConfig(ProcessOptions, HeartbeatOptions, LinkOptions, BatchOptions, 
         env=False,
         group=Group.NETWORK,
     )
+    ready_text: str | None = option(
+        "Text, such as examples of calls, to print to stderr when the service begins to serve; not printed "
+        "with --json-output. Unset: none.",
+        None,
+        flag=False,
+        group=Group.LOGS,
+    )
 
     @property
     def shares_ports(self) -> bool:

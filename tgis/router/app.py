@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import cache, partial
@@ -257,6 +258,7 @@ class _Router:
                 collapse_soon()
                 self.is_serving = True
                 _log_ports(config, grpc_port, http_port, api_port)
+                _print_ready_text(config)
                 await self._run()
             finally:
                 reserved.close()
@@ -378,6 +380,11 @@ def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: i
     named = [("gRPC", grpc_port), ("HTTP", http_port), (f"{apis} API", api_port)]
     places = ", ".join(f"{name} on {config.bind}:{port}" for name, port in named if port is not None)
     logger.info("serving %s", places)
+
+
+def _print_ready_text(config: RouterConfig) -> None:
+    if config.ready_text and not config.json_output and config.worker == 0:
+        print(f"\n{config.ready_text}\n", file=sys.stderr, flush=True)
 
 
 def _write_url(config: RouterConfig, http_port: int) -> None:
