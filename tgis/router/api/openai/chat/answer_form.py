@@ -20,7 +20,7 @@ from tgis.router.grammar.parameters import read_parameters
 
 NO_AUTO_TOOLS = (
     'tools: tool_choice "auto", the default, does not work with this model: its chat template does not show '
-    "tools, or the format of its calls is unknown; use tool_choice \"required\" or a function's name, or "
+    'tools, or the format of its calls is unknown; use tool_choice "required" or a function\'s name, or '
     "serve a model that calls tools, or set --chat-template and --tool-call-parser"
 )
 UNKNOWN_REASONING = (
