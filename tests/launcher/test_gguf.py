@@ -45,7 +45,7 @@ def test_it_is_served(file: Path, tmp_path: Path) -> None:
     assert any("router disconnected: it closed the connection" in line for line in service.lines)
     assert service.lines[-1].endswith("tgis.launcher.main: the service has stopped as requested")
     assert any(line.split(" on ")[0].endswith(f": rank 0 of 1 is ready: {file}") for line in service.lines)
-    assert any("llama with tensors " in line and "5 of F32" in line for line in service.lines)
+    assert any("architecture llama, with tensors: " in line and "5 of F32" in line for line in service.lines)
     assert sorted(file.parent.iterdir()) == [file]
     assert file.read_bytes() == content
 

@@ -53,7 +53,7 @@ class LauncherConfig(
     ServingOptions,
 ):
     model_name: str = option(
-        "Model: a directory, or the id of a model in the local hub cache.",
+        "Model: a directory, a GGUF file, or the id of a model in the local hub cache.",
         "bigscience/bloom-560m",
         is_common=True,
     )
