@@ -15,6 +15,7 @@ from integration_tests.support.greedy_answers import Model
 from integration_tests.support.live_streams import long_request
 from integration_tests.support.service import Client
 from tests.support.processes import Service, children_of
+from tgis.net.ports import IN_USE
 from tgis.pb import generation_pb2 as pb
 
 pytestmark = pytest.mark.slow
@@ -89,7 +90,7 @@ def test_while_the_first_one_drains(start: Callable[..., Service]) -> None:
         assert first.process.poll() is None or reading.done()
         assert reading.result(60)[-1].stop_reason == pb.MAX_TOKENS
     assert second.end() == 1
-    text = f"error: port {first.http_port} on 127.0.0.1 cannot be opened: Address already in use"
+    text = f"error: port {first.http_port} on 127.0.0.1 cannot be opened: Address already in use{IN_USE}"
     assert second.lines[-1] == text
     assert first.process.wait(30) == 0
     first.end()

@@ -28,6 +28,7 @@ from tests.support.processes import Service, children_of
 from tests.support.shard.checkpoints import write_llama
 from tests.support.tls_files import issue
 from tests.support.tokenizers.trained import write_byte_level
+from tgis.net.ports import IN_USE
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.process.run_directory import running_urls
@@ -206,7 +207,7 @@ def test_a_second_service_fails_on_each_port(
         second = Service(command)
         assert second.process.wait(60) == 1
         assert second.end() == 1
-        line = f"port {taken} on 127.0.0.1 cannot be opened: Address already in use"
+        line = f"port {taken} on 127.0.0.1 cannot be opened: Address already in use{IN_USE}"
         assert second.lines[-1].removeprefix("error: ").removeprefix("router: ") == line
 
 

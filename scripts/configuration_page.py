@@ -109,7 +109,9 @@ def _exceptions() -> Iterator[str]:
         no_flag = [env for _, option, env in options if env and not option.flag]
         texts = [f"the variable of `{flag}` is `{env}`" for flag, env in named]
         texts += [f"without a variable: {code(no_variable)}"] * bool(no_variable)
-        texts += [f"without a flag, as they are secret or belong to others: {code(no_flag)}"] * bool(no_flag)
+        texts += [
+            f"without a flag, as they are secret, have several lines or belong to others: {code(no_flag)}"
+        ] * bool(no_flag)
         yield f"    - `{program}`: {'; '.join(texts)}."
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# serve.sh BIN MODEL BIND: starts the service with its APIs and says how to ask it.
+# serve.sh BIN MODEL BIND: starts the service with its APIs, which says how to call it when it is ready.
 set -eu
 bin=$1 model=$2 bind=$3
 grpc_port=${GRPC_PORT:-8033} http_port=${PORT:-3000}
@@ -26,27 +26,31 @@ if [ -n "${CHAT_TEMPLATE:-}" ] || has_template "$model"; then
 	playground=true
 fi
 export HTTP_API="${HTTP_API:-openai}" PLAYGROUND="${PLAYGROUND:-$playground}"
-cat >&2 <<EOF
 
-Serving $model on $bind. As soon as the log says "serving", ask it, in another terminal or in a browser:
+# Prints examples of calls for what is served.
+show_examples() {
+	cat <<EOF
+The service is ready. In another terminal or in a browser, try:
 
   $bin/tgis client stream --target localhost:$grpc_port --max-new-tokens 60 'Once upon a time'
 
 EOF
-if $playground; then
-	cat >&2 <<EOF
+	if $playground; then
+		cat <<EOF
   curl http://localhost:$http_port/v1/chat/completions -d \\
     '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
-
 EOF
-	[ "$PLAYGROUND" != true ] || printf '  http://localhost:%s/playground\n\n' "$http_port" >&2
-else
-	cat >&2 <<EOF
+		[ "$PLAYGROUND" != true ] || printf '\n  http://localhost:%s/playground\n' "$http_port"
+	else
+		cat <<EOF
   curl http://localhost:$http_port/v1/completions -d \\
     '{"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}'
 
 The model has no chat template, so there are no chats and no playground.
-
 EOF
-fi
+	fi
+	printf '\nCtrl-C stops the service.\n'
+}
+READY_TEXT=$(show_examples)
+export READY_TEXT
 exec "$bin/text-generation-launcher" --model-name "$model" --bind "$bind" --port "$http_port" --grpc-port "$grpc_port"

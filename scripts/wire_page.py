@@ -69,7 +69,15 @@ Truncation keeps the last ids and adds none in front. A cache salt is never logg
 access to the cache of another [tenant](tls.md#tenants).
 
 ```python
-stub.Generate(request, metadata=[("tgis-logit-bias", "17:-100,42:1.5"), ("tgis-tokens", "ids")])
+import grpc
+from tgis_client.pb import generation_pb2 as pb
+
+name = "/fmaas.GenerationService/Generate"
+forms = (pb.BatchedGenerationRequest.SerializeToString, pb.BatchedGenerationResponse.FromString)
+with grpc.insecure_channel("localhost:8033") as channel:
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="The sea is")])
+    metadata = [("tgis-logit-bias", "17:-100,42:1.5"), ("tgis-tokens", "ids")]
+    print(channel.unary_unary(name, *forms)(request, metadata=metadata))
 ```
 """
 TRAILING = """\

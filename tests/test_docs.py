@@ -109,6 +109,7 @@ def wrong_with(command: Command) -> str | None:
         )
     if program in SCRIPTS:
         module, _, name = SCRIPTS[program].partition(":")
+        module = module.replace("tgis.cli.entry", "tgis.cli.main")  # the commands that entry points run
         return wrong_with_ours(getattr(importlib.import_module(module), name), rest)
     is_known = program in PROGRAMS or command.words[0].startswith("deployment/")
     return None if is_known else f"no program {program}"

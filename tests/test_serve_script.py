@@ -1,4 +1,4 @@
-"""What `make run` offers for a model, which it says before the service starts."""
+"""What `make run` offers for a model, which the service prints when it is ready."""
 
 import json
 import os
@@ -12,9 +12,9 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "serve.sh"
 
 
 def serve(tmp_path: Path, model: str, **variables: str) -> tuple[str, str]:
-    """Return what the script says and the launcher's PLAYGROUND. The launcher is one that prints it."""
+    """Return the launcher's READY_TEXT and PLAYGROUND. The launcher is one that prints them."""
     launcher = tmp_path / "text-generation-launcher"
-    launcher.write_text('#!/bin/sh\necho "$PLAYGROUND"\n')
+    launcher.write_text('#!/bin/sh\necho "$READY_TEXT" >&2\necho "$PLAYGROUND"\n')
     launcher.chmod(0o755)
     cleared = {
         name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PLAY", "CHAT"))

@@ -161,6 +161,7 @@ def test_every_option_is_declared_once() -> None:
         "metrics_dir",
         "http_url_path",
         "model_sampling_path",
+        "ready_text",  # an inherited variable of the router alone
         "heartbeat_fd",
     }
 

@@ -54,11 +54,49 @@ def test_the_cache_goes_before_a_directory(tmp_path: Path, monkeypatch: pytest.M
     assert cache.find_model("org/model", None, tmp_path / "cache") == main
 
 
-def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=UNRESOLVED + "Model nobody/nothing not found$"):
-        cache.find_model("nobody/nothing", None, tmp_path)
-    with pytest.raises(ModelNotFoundError, match=UNRESOLVED + r".* has no config\.json$"):
-        cache.find_model(str(tmp_path), None, tmp_path)
+def fail(name: str, tmp_path: Path) -> str:
+    """Return the error about a name without what all of them begin with."""
+    with pytest.raises(ModelNotFoundError) as caught:
+        cache.find_model(name, None, tmp_path / "cache")
+    return str(caught.value).removeprefix(f"Failed to resolve config path: Model {name} ")
+
+
+def test_a_name_without_a_model_is_answered_with_advice(tmp_path: Path) -> None:
+    forms = "; name a model's directory, a GGUF file, or an id in the hub cache"
+    text = f"not found: it is neither a directory nor in the hub cache {tmp_path}/cache; download it from "
+    text += "the hub with `text-generation-server download-weights nobody/nothing`"
+    assert fail("nobody/nothing", tmp_path) == text
+    assert fail(f"{tmp_path}/none", tmp_path) == f"not found{forms}"
+    assert fail("", tmp_path) == f"not found{forms}"
+    (tmp_path / "file").touch()
+    assert fail(f"{tmp_path}/file", tmp_path) == f"is a file, but not a GGUF file{forms}"
+    text = "has no config.json; name the directory with the files of a model"
+    assert fail(str(tmp_path), tmp_path) == text
+
+
+@pytest.mark.parametrize(
+    ("config", "base"), [({"base_model_name_or_path": "org/m"}, "org/m"), ({}, "(not named)")]
+)
+def test_an_adapter_in_place_of_a_model(config: object, base: str, tmp_path: Path) -> None:
+    write(tmp_path / "adapter_config.json", config)
+    text = f"is an adapter or a soft prompt; serve its base model {base}, with the adapter in "
+    text += "--lora-adapters or in the directory of --prefix-store-path"
+    assert fail(str(tmp_path), tmp_path) == text
+
+
+def test_a_directory_that_this_user_cannot_read(tmp_path: Path) -> None:
+    write(tmp_path / "model" / "config.json", {})
+    (tmp_path / "model").chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # root may read everything
+    try:
+        text = fail(str(tmp_path / "model"), tmp_path)
+    finally:
+        os.seteuid(user)
+        (tmp_path / "model").chmod(0o700)
+    text_of_advice = "let this user read the directory and its files"
+    assert text == f"cannot be read: Permission denied; {text_of_advice}"
 
 
 def test_names_that_are_too_long(tmp_path: Path) -> None:

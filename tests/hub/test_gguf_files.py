@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from tgis.cli import models
 from tgis.cli.main import main
 from tgis.cli.quantize import quantize
-from tgis.hub.gguf_files import find_gguf, refuse_gguf, refuse_gguf_on_hub, split_set
+from tgis.hub.gguf_files import find_gguf, find_named_place, refuse_gguf, refuse_gguf_on_hub, split_set
 from tgis.hub.model_files import ModelNotFoundError
 
 NAME = "small-q4.gguf"
@@ -27,6 +27,17 @@ def file(tmp_path: Path) -> Path:
 
 def find(name: object, tmp_path: Path) -> list[Path] | None:
     return find_gguf(str(name), None, tmp_path / "cache")
+
+
+def test_a_written_directory_is_named_by_its_file(file: Path, tmp_path: Path) -> None:
+    written, snapshot = tmp_path / "written", tmp_path / "snapshot"
+    for directory, target in ((written, file), (snapshot, Path("..") / "a model" / NAME)):
+        directory.mkdir()
+        (directory / NAME).symlink_to(target)
+    assert find_named_place(written) == file
+    assert find_named_place(snapshot) == snapshot, "the hub cache has relative links"
+    assert find_named_place(file.parent) == file.parent
+    assert find_named_place(tmp_path / "missing") == tmp_path / "missing"
 
 
 def test_a_file_and_a_directory_with_one(file: Path, tmp_path: Path) -> None:
@@ -85,7 +96,7 @@ def test_a_file_of_the_hub(file: Path, tmp_path: Path) -> None:
     placed = file.rename(snapshot / NAME)
     assert find("org/small", tmp_path) == find(f"org/small:{NAME}", tmp_path) == [placed]
     for name in ("other.gguf", "../abc/small-q4.gguf"):
-        with pytest.raises(ModelNotFoundError, match="is not among the downloaded files of org/small"):
+        with pytest.raises(ModelNotFoundError, match="is not among the downloaded files of org/small; "):
             find(f"org/small:{name}", tmp_path)
 
 

@@ -1,5 +1,7 @@
 """A GGUF file served by the launcher without writing beside it, or refused in one line."""
 
+import socket
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from tests.support.processes import Service
 from tests.support.shard.checkpoints import write_llama
 from tests.support.shard.gguf_writer import write_gguf
+from tgis.net.ports import IN_USE
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc
 
@@ -41,9 +44,25 @@ def test_it_is_served(file: Path, tmp_path: Path) -> None:
     assert any(line.endswith(f": loading {file.parent} on 1 shard") for line in service.lines), service.output
     assert any("router disconnected: it closed the connection" in line for line in service.lines)
     assert service.lines[-1].endswith("tgis.launcher.main: the service has stopped as requested")
-    assert any("llama with tensors " in line and "5 of F32" in line for line in service.lines)
+    assert any(line.split(" on ")[0].endswith(f": rank 0 of 1 is ready: {file}") for line in service.lines)
+    assert any("architecture llama, with tensors: " in line and "5 of F32" in line for line in service.lines)
     assert sorted(file.parent.iterdir()) == [file]
     assert file.read_bytes() == content
+
+
+def test_a_port_in_use_ends_the_start_before_the_file_is_read(file: Path, tmp_path: Path) -> None:
+    log = ["--termination-log", str(tmp_path / "termination-log"), "--model-name", str(file)]
+    for name in ("--port", "--grpc-port", "--http-api-port"):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            flags = {"--port": "0", "--grpc-port": "0", "--http-api": "openai", name: str(port)}
+            command = ["launcher", *log, "--bind", "127.0.0.1", *chain.from_iterable(flags.items())]
+            service = Service(command)
+            assert service.process.wait(60) == 1
+        assert service.end() == 1
+        text = f"error: port {port} on 127.0.0.1 cannot be opened: Address already in use{IN_USE}"
+        assert service.lines[-1] == text
+        assert "reading" not in service.output
 
 
 def test_a_damaged_file_ends_the_start(file: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from tgis.net.ports import PortError, listen, reserve, reserve_for_sharing
+from tgis.net.ports import IN_USE, PortError, listen, reserve, reserve_for_sharing
 
 HOST = "127.0.0.1"
 Open = Callable[[str, int], socket.socket]
@@ -20,7 +20,7 @@ def port_of(opened: socket.socket) -> int:
 def check_refused(opening: Open, port: int) -> None:
     with pytest.raises(PortError) as caught:
         opening(HOST, port)
-    assert str(caught.value) == f"port {port} on {HOST} cannot be opened: Address already in use"
+    assert str(caught.value) == f"port {port} on {HOST} cannot be opened: Address already in use{IN_USE}"
 
 
 @pytest.fixture

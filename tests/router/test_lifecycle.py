@@ -95,6 +95,18 @@ def test_clients_are_refused_while_the_model_loads(tmp_path: Path) -> None:
     server.stop()
 
 
+def test_the_ready_text_follows_the_line_about_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("READY_TEXT", "Call it:\n\n  like this")
+    setup = start_router(tmp_path, 1)
+    setup.service.wait_for_line("  like this", 20)
+    assert stop_router(setup) == 0
+    lines = setup.service.lines
+    first = lines.index("Call it:")
+    assert lines[first - 1 : first + 4] == ["", "Call it:", "", "  like this", ""]
+    assert any("serving gRPC" in line for line in lines[:first])
+    assert lines.count("Call it:") == 1, "each router worker prints it"
+
+
 def test_a_second_signal_cuts_the_drain_short(router: Setup) -> None:
     streams = Streams(router, count=2, step_s=0.2)
     started = time.monotonic()

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 ARGUMENTS = "tgis.arguments"  # key in click's context.meta for the original command line
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}  # TGIS's names of the help option
+INTERRUPTED = 128 + signal.SIGINT  # as shells report it
 VERSION_NAMES = ("-V", "--version")  # TGIS's
 
 
@@ -50,6 +51,8 @@ class _OneLine(click.Command):
             context = getattr(error, "ctx", None)
             # Not all options may have been parsed, so none are passed.
             _fail(error.format_message(), context, {}, self.usage_exit_code or error.exit_code)
+        except click.Abort:  # Ctrl-C before a command runs
+            sys.exit(INTERRUPTED)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[ARGUMENTS] = list(args)

@@ -53,7 +53,7 @@ class LauncherConfig(
     ServingOptions,
 ):
     model_name: str = option(
-        "Model: a directory, or the id of a model in the local hub cache.",
+        "Model: a directory, a GGUF file, or the id of a model in the local hub cache.",
         "bigscience/bloom-560m",
         is_common=True,
     )
@@ -258,6 +258,13 @@ class RouterConfig(ProcessOptions, HeartbeatOptions, LinkOptions, BatchOptions, 
         None,
         env=False,
         group=Group.NETWORK,
+    )
+    ready_text: str | None = option(
+        "Text, such as examples of calls, to print to stderr when the service begins to serve; not printed "
+        "with --json-output. Unset: none.",
+        None,
+        flag=False,
+        group=Group.LOGS,
     )
 
     @property

@@ -1,13 +1,19 @@
 """Locates models in the local cache of a model hub or in directories, without using the network."""
 
 import os
+import re
 from pathlib import Path
+from typing import NoReturn
 
 from tgis.errors import OperatorError
-from tgis.hub.model_files import ModelNotFoundError
+from tgis.hub.model_files import ModelNotFoundError, read_json
 
 UNRESOLVED = "Failed to resolve config path"
 MAX_SHOWN_CHARS = 200  # of a model's name in an error
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*\.gguf)?")
+FORMS = "a model's directory, a GGUF file, or an id in the hub cache"
+ADAPTER_CONFIG = "adapter_config.json"
+"""File in the directory of an adapter or a soft prompt."""
 
 
 class CacheConflictError(OperatorError):
@@ -45,7 +51,7 @@ def find_model(name: str, revision: str | None, cache: Path) -> Path:
 
     Raises ModelNotFoundError."""
     entry = cache_entry(name, cache)
-    directory = find_snapshot(entry, revision) if os.path.isdir(entry) else _directory(name)
+    directory = find_snapshot(entry, revision) if os.path.isdir(entry) else _directory(name, cache)
     if not os.path.isfile(directory / "config.json"):
         raise ModelNotFoundError(
             f"{UNRESOLVED}: Config file not found in local cache for model {name}, revision {directory.name}"
@@ -87,14 +93,44 @@ def find_snapshot(entry: Path, revision: str | None) -> Path:
     return entry / "snapshots" / commit
 
 
-def _directory(name: str) -> Path:
+def _directory(name: str, cache: Path) -> Path:
     directory = Path(name)
     shown = name[:MAX_SHOWN_CHARS]
     try:
         if not name or not directory.is_dir():
-            raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} not found")
+            _refuse_absent(name, shown, cache)
         if not (directory / "config.json").is_file():
-            raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} has no config.json")
+            _refuse_without_config(directory, shown)
+    except PermissionError as error:
+        raise ModelNotFoundError(
+            f"{UNRESOLVED}: Model {shown} cannot be read: {error.strerror}; let this user read the directory "
+            "and its files"
+        ) from error
     except OSError as error:
         raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} not found: {error.strerror}") from error
     return directory
+
+
+def _refuse_absent(name: str, shown: str, cache: Path) -> NoReturn:
+    """Raise ModelNotFoundError for a name that is no directory."""
+    if name and Path(name).exists():
+        raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} is a file, but not a GGUF file; name {FORMS}")
+    if not HUB_ID.fullmatch(name):
+        raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} not found; name {FORMS}")
+    raise ModelNotFoundError(
+        f"{UNRESOLVED}: Model {shown} not found: it is neither a directory nor in the hub cache {cache}; "
+        f"download it from the hub with `text-generation-server download-weights {name}`"
+    )
+
+
+def _refuse_without_config(directory: Path, shown: str) -> NoReturn:
+    """Raise ModelNotFoundError for a directory without config.json."""
+    if not (directory / ADAPTER_CONFIG).is_file():
+        raise ModelNotFoundError(
+            f"{UNRESOLVED}: Model {shown} has no config.json; name the directory with the files of a model"
+        )
+    base = read_json(directory, ADAPTER_CONFIG).get("base_model_name_or_path") or "(not named)"
+    raise ModelNotFoundError(
+        f"{UNRESOLVED}: Model {shown} is an adapter or a soft prompt; serve its base model {base}, with the "
+        "adapter in --lora-adapters or in the directory of --prefix-store-path"
+    )

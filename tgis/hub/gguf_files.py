@@ -26,12 +26,24 @@ def find_gguf(name: str, revision: str | None, cache: Path) -> list[Path] | None
     if model and file.endswith(SUFFIX) and not os.path.exists(name):
         path = _place(model, revision, cache) / file
         if Path(file).name != file or not os.path.isfile(path):
-            raise ModelNotFoundError(f"{file} is not among the downloaded files of {model}")
+            raise ModelNotFoundError(
+                f"{file} is not among the downloaded files of {model}; download it with "
+                f"`text-generation-server download-weights {name}`"
+            )
         return _list_parts(path)
     place = _place(name, revision, cache)
     if os.path.isfile(place):
         return _list_parts(place) if _is_gguf(place) else None
     return _only_model(place)
+
+
+def find_named_place(directory: Path) -> Path:
+    """Return the GGUF file, or the first of its parts, for which a directory was written; any other
+    directory itself.
+
+    Such a directory is temporary and links to the files, so its own name means nothing to the operator."""
+    links = (file.readlink() for file in _list_files(directory) if file.is_symlink())
+    return next((target for target in links if target.is_absolute()), directory)  # not in the hub cache
 
 
 def refuse_gguf(place: Path) -> None:

@@ -9,9 +9,8 @@ from tgis.config.adapter_ids import is_adapter_id
 from tgis.config.model import AdapterOptions
 from tgis.errors import OperatorError
 from tgis.hub import model_files
-from tgis.hub.cache import cache_entry, find_snapshot
+from tgis.hub.cache import ADAPTER_CONFIG, cache_entry, find_snapshot
 
-ADAPTER_CONFIG = "adapter_config.json"
 ALLOWED = "use letters, digits, _, - and ., and / between parts; no part may begin with a dot"
 _FORM = "use NAME=DIRECTORY for an adapter in a directory"
 

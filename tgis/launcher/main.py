@@ -12,6 +12,7 @@ from tgis.launcher.leader import Leader
 from tgis.launcher.nodes.follower import Follower
 from tgis.launcher.nodes.shard_process import ShardProcesses
 from tgis.launcher.plan import Plan, count_shards, make_plan, uses_gpus
+from tgis.launcher.shared_ports import check_ports
 from tgis.launcher.startup_downloads import download_missing
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,8 @@ REPEATED_S = 0.5
 def run(config: LauncherConfig) -> None:
     """Run this node's launcher until a clean stop.
 
-    Raises the errors of `download_missing`, `count_shards`, `find_gguf_model`, `make_plan`, Leader and
-    Follower."""
+    Raises the errors of `check_ports`, `download_missing`, `count_shards`, `find_gguf_model`, `make_plan`,
+    Leader and Follower."""
     asyncio.run(_run(config))
 
 
@@ -32,6 +33,8 @@ async def _run(config: LauncherConfig) -> None:
     stopping = asyncio.Event()
     aborting = asyncio.Event()
     _handle_signals(stopping, aborting)
+    if not config.node_rank:
+        check_ports(config)  # before downloads and conversions, which may take minutes
     if not await _finish(download_missing(config), stopping):
         return
     num_shards = count_shards(config, uses_gpus(config))

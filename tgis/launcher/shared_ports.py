@@ -14,8 +14,9 @@ C = TypeVar("C", LauncherConfig, RouterConfig)
 
 def check_ports(config: LauncherConfig) -> None:
     """Check that the ports that the router or a headless node will open are free. Raises PortError."""
-    for port in (config.port,) if config.headless else (config.port, config.grpc_port):
-        listen(config.bind, port).close()
+    for name in ("port",) if config.headless else PORTS:
+        if (port := getattr(config, name)) is not None:
+            listen(config.bind, port).close()
 
 
 class SharedPorts(Generic[C]):

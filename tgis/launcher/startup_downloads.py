@@ -4,18 +4,16 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from tgis.config.processes import LauncherConfig
-from tgis.hub.cache import cache_entry, find_model, find_snapshot
+from tgis.hub.cache import ADAPTER_CONFIG, HUB_ID, cache_entry, find_model, find_snapshot
 from tgis.hub.gguf_files import find_gguf
 from tgis.hub.model_files import ModelNotFoundError, is_complete
 from tgis.hub.speculators import MTP, find_base_name
-from tgis.hub.startup_adapters import ADAPTER_CONFIG
 from tgis.launcher.child_configs import line_fields
 from tgis.launcher.plan import END_S, LaunchError, hub_cache
 from tgis.process.child import Child
@@ -23,7 +21,6 @@ from tgis.process.output_lines import LineForm
 
 logger = logging.getLogger(__name__)
 
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*\.gguf)?")
 TRUE = ("1", "ON", "YES", "TRUE")  # values that huggingface_hub accepts as true, in upper or lower case
 ADAPTER_FILES = ".safetensors,.json"
 SPECULATOR_FILES = ".safetensors,.bin,.pt,.json"

@@ -1,6 +1,7 @@
 """Opens listening ports, with one-line errors, and configures client connections."""
 
 import asyncio
+import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from tgis.errors import OperatorError
 
 MAX_UNSENT_BYTES = 128 << 10  # in the kernel's buffer, for a client that does not read
 MAX_KEEPALIVE_S = 32_767  # the kernel refuses more
+IN_USE = "; stop the process that uses it, or set another port"
 
 
 class PortError(OperatorError):
@@ -61,6 +63,8 @@ def _one_line_error(host: str, port: int) -> Iterator[None]:
         yield
     except OSError as error:
         reason = (error.strerror or str(error)).split(" (")[0]  # asyncio and socket repeat the address
+        if error.errno == errno.EADDRINUSE:
+            reason += IN_USE
         raise PortError(f"port {port} on {host} cannot be opened: {reason}") from error
     except UnicodeError as error:  # the host's name is invalid
         raise PortError(f"port {port} on {host} cannot be opened: the address is not valid") from error

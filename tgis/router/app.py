@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import socket
+import sys
 from contextlib import AsyncExitStack, aclosing, closing
 from pathlib import Path
 
@@ -74,6 +75,7 @@ class _Router:
                 _freeze_memory()
                 self.is_serving = True
                 _log_ports(self._config, grpc_port, http_port, api_port)
+                _print_ready_text(self._config)
                 await self._run()
 
     def _reserve_grpc_port(self) -> socket.socket:
@@ -156,3 +158,8 @@ def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: i
     named = [("gRPC", grpc_port), ("HTTP", http_port), (f"{apis} API", api_port)]
     places = ", ".join(f"{name} on {config.bind}:{port}" for name, port in named if port is not None)
     logger.info("serving %s", places)
+
+
+def _print_ready_text(config: RouterConfig) -> None:
+    if config.ready_text and not config.json_output and config.worker == 0:
+        print(f"\n{config.ready_text}\n", file=sys.stderr, flush=True)

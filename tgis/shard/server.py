@@ -19,6 +19,7 @@ from tgis import failpoints
 from tgis.config.processes import ShardConfig
 from tgis.errors import first_line
 from tgis.hub import model_files
+from tgis.hub.gguf_files import find_named_place
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import add_ShardServiceServicer_to_server
 from tgis.process.heartbeat import Heartbeat
@@ -83,9 +84,8 @@ def serve(config: ShardConfig, heartbeat: Heartbeat) -> NoReturn:
     _stop_garbage_collector()
     if plan.on.device.type == "cpu":  # steps of a GPU do not pass through the processor's caches
         collapse_soon()
-    logger.info(
-        "rank %d of %d serves %s on %s", config.rank, config.world_size, config.model_path, endpoint.name
-    )
+    named = find_named_place(Path(config.model_path))
+    logger.info("rank %d of %d is ready: %s on %s", config.rank, config.world_size, named, endpoint.name)
 
     def fail() -> NoReturn:
         log_failure(sys.exception())

@@ -12,12 +12,15 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from tgis.cli import main as cli
-from tgis.cli.bench.screen import LiveListener
-from tgis.load.campaign import FORM, Level
+from tgis.cli.bench.screen import LineListener, LiveListener, describe_length
+from tgis.load.apis.catalogue import Endpoint
+from tgis.load.apis.interface import LoadTarget
+from tgis.load.campaign import FORM, BenchPlan, Level
 from tgis.load.figures import summarize_level
 from tgis.load.processes import RunRecord
 from tgis.load.records import AnswerRecord
 from tgis.load.report.files import write_report
+from tgis.load.workload.conversations import Workload
 
 LEVELS = (
     ("concurrency 1", 1, None, 1.0),
@@ -46,6 +49,13 @@ def make_run(slowness: float) -> RunRecord:
         records.append(AnswerRecord(index, 0, 0.0, 0.0, 3, arrivals, [1, 2, 3], arrivals[-1], 10))
     records[-1].error = "UNAVAILABLE"
     return RunRecord(records, [0.99], [0.0], 1.0)
+
+
+def make_plan(**more: Any) -> BenchPlan:
+    levels = (Level("concurrency 1", 1), Level("concurrency 8", 8))
+    target = LoadTarget(address="host:1")
+    plan = {"endpoint": Endpoint("fmaas", target), "workload": Workload(), "levels": levels} | more
+    return BenchPlan(**plan)  # type: ignore[arg-type]
 
 
 def bench(*arguments: str) -> Result:
@@ -151,9 +161,48 @@ def test_other_files_are_not_compared(tmp_path: Path) -> None:
     assert "no level of the same load" in bench("compare", str(path), str(tmp_path / "empty.json")).output
 
 
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, "2 runs of 30 s: 60 s"),
+        ({"levels": (Level("concurrency 1", 1),)}, "1 run of 30 s"),
+        ({"num_repeats": 2, "precision": 0.05}, "4 runs or more of 30 s: 120 s or more"),
+        ({"is_sweep": True, "duration_s": 10.0}, "9 runs of 10 s: 90 s"),
+        ({"duration_s": None, "num_requests": 200}, "2 runs of 200 conversations"),
+        ({"duration_s": None}, "2 runs"),
+    ],
+)
+def test_the_length_of_a_measurement_is_announced(more: dict[str, Any], text: str) -> None:
+    assert describe_length(make_plan(**more)) == text
+
+
+def test_without_a_terminal_a_line_is_printed_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter(range(100, 200, 2))
+    listener = LineListener(make_plan(), lambda: next(times))
+    for level in (Level("concurrency 1", 1), Level("concurrency 8", 8)):
+        listener.begin(level, 0)
+        for _ in range(6):
+            listener.progress({"progress": {"done": 3}, "open": 1})
+        listener.end(level, make_report()["levels"][0])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "2 runs of 30 s: 60 s, each after a warm-up"
+    assert lines[1] == "concurrency 1: 6 of 30 s, 12 answers"
+    assert [line.partition(":")[0] for line in lines[2:]] == ["concurrency 1", *["concurrency 8"] * 2]
+    assert lines[2].endswith(" tokens/s")
+
+
+def test_the_live_view_shows_the_length_during_the_warm_up() -> None:
+    console = Console(file=io.StringIO(), width=90)
+    listener = LiveListener(make_plan(), console)
+    listener.begin(Level("concurrency 1", 1), 0)
+    console.print(listener.draw())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.split() == "concurrency 1 2 runs of 30 s: 60 s warming up".split()
+
+
 def test_the_live_view_shows_finished_and_running_levels() -> None:
     console = Console(file=io.StringIO(), width=90)
-    listener = LiveListener(console)
+    listener = LiveListener(make_plan(), console)
     listener.end(Level("concurrency 1", 1), make_report()["levels"][0])
     listener.begin(Level("concurrency 8", 8), 1)
     progress = {"done": 3, "failed": 1, "tokens": 30, "first": [0.01, 0.02, 0.4], "token": []}
@@ -162,7 +211,7 @@ def test_the_live_view_shows_finished_and_running_levels() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "concurrency 1" in text
     assert "concurrency 8, run 2" in text
-    assert "8 open" in text
+    assert "0 of 30 s, 8 open" in text
     assert "3 done" in text
     assert "1 failed" in text
     assert "p50 20.0 ms" in text

@@ -352,9 +352,11 @@ def test_a_call_ends_at_its_timeout() -> None:
 def test_a_refused_connection_is_one_line(arguments: list[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        result = run(f"127.0.0.1:{free.getsockname()[1]}", *arguments, "--retries", "0")
+        target = f"127.0.0.1:{free.getsockname()[1]}"
+        result = run(target, *arguments, "--retries", "0")
     assert (result.exit_code, result.stdout.strip()) == (1, "")
     assert result.stderr.startswith("error: UNAVAILABLE: ")
+    assert result.stderr.endswith(f"; no service listens at {target}: start it, or set --target\n")
     assert result.stderr.count("\n") == 1
 
 

@@ -108,6 +108,9 @@ def test_another_file_than_the_tokenizer_s(tmp_path: Path, caplog: pytest.LogCap
     result, text = load_with(f"{tmp_path}/given.jinja", own)
     assert result == ChatTemplate("given", special_tokens=tokens)
     assert f"chats use the template of {tmp_path}/given.jinja" in text
+    (model / "model.gguf").symlink_to(tmp_path / "named.gguf")
+    for given, named in ((None, "named.gguf"), (f"{tmp_path}/given.jinja", "given.jinja")):
+        assert f"chats use the template of {tmp_path}/{named}" in load_with(given, {})[1]
     with pytest.raises(StartupError, match=r"^tokenizer_config_path: .*none\.json is not a file$"):
         load_template(model, None, str(tmp_path / "none.json"))
 

@@ -26,6 +26,7 @@ from tests.support.router.router_process import Setup, restart_shards, start_rou
 from tests.support.router.streams import LENGTH, NUM_STREAMS, Streams
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.net.framing import frame
+from tgis.net.ports import IN_USE
 from tgis.pb import generation_pb2
 from tgis.pb import shard_pb2 as pb
 from tgis.router.shards.client import LOST
@@ -269,7 +270,7 @@ def test_start_failures_are_one_line(tmp_path: Path, pair: Setup) -> None:
     directory = tmp_path / "model"
     write_byte_level(directory)
     port = str(pair.service.grpc_port)
-    text = "error: port {} on 127.0.0.1 cannot be opened: Address already in use"
+    text = "error: port {} on 127.0.0.1 cannot be opened: Address already in use" + IN_USE
     assert router_fails(directory, "--grpc-port", port) == text.format(port)
     port = str(pair.service.http_port)
     assert router_fails(directory, "--port", port) == text.format(port)

@@ -140,7 +140,7 @@ def test_names_a_missing_file(tmp_path: Path) -> None:
 def test_an_empty_directory_is_reported(tmp_path: Path) -> None:
     assert fail(tmp_path) == (
         f"{tmp_path} has no weights: there is no model.safetensors or model.safetensors.index.json or "
-        "pytorch_model.bin or pytorch_model.bin.index.json"
+        "pytorch_model.bin or pytorch_model.bin.index.json; download all files of the model"
     )
 
 

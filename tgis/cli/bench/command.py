@@ -48,8 +48,8 @@ def _run(plan: "BenchPlan", is_quiet: bool) -> dict[str, Any]:
     from tgis.cli.bench.screen import LineListener, LiveListener
 
     if not sys.stderr.isatty():
-        return asyncio.run(run_campaign(plan, LineListener()))
-    with LiveListener() as listener:
+        return asyncio.run(run_campaign(plan, LineListener(plan)))
+    with LiveListener(plan) as listener:
         return asyncio.run(run_campaign(plan, listener))
 
 

@@ -17,7 +17,10 @@ from tgis.cli.client.options import (
 )
 from tgis.errors import OperatorError
 from tgis.logs import printable
-from tgis_client import CallError, Client, RetryPolicy, SettingsError, Tls
+from tgis_client import CallError, Client, RetryPolicy, SettingsError, Tls, UnavailableError
+
+NO_CONNECTION = "Connection refused"
+"""Part of gRPC's text if nothing listens on the port."""
 
 
 class ServiceCallError(OperatorError):
@@ -33,7 +36,9 @@ def connect(connection: Connection) -> Iterator[Client]:
                 client.wait_until_healthy(connection.wait)
             yield client
     except CallError as error:
-        raise ServiceCallError(str(error)) from error
+        is_absent = isinstance(error, UnavailableError) and NO_CONNECTION in error.details
+        advice = f"; no service listens at {connection.target}: start it, or set --target"
+        raise ServiceCallError(f"{error}{advice if is_absent else ''}") from error
     except SettingsError as error:
         raise click.UsageError(str(error)) from error
 

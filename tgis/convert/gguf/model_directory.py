@@ -39,7 +39,7 @@ def write_model_directory(paths: Sequence[Path], directory: Path) -> None:
     write_settings(files, directory)
     types = Counter(tensor.place.type.name for tensor in files.tensors.values())
     counts = ", ".join(f"{count} of {name}" for name, count in types.most_common())
-    logger.info("%s with tensors %s", files.metadata.architecture, counts)
+    logger.info("a model of architecture %s, with tensors: %s", files.metadata.architecture, counts)
     _link_files(paths, directory)
 
 

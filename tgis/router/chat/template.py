@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tgis.hub.gguf_files import find_named_place
 from tgis.hub.model_files import read_json
 from tgis.process.worker_pool import ask_once
 from tgis.router.errors import StartupError
@@ -54,7 +55,9 @@ def load_template(directory: Path, file: str | None, config_file: str | None = N
     texts, source = _find_texts(directory, config, file, config_file)
     if DEFAULT not in texts:
         return None
-    logger.info("chats use the template of %s", source)
+    named = find_named_place(directory)
+    is_converted = named != directory and Path(source).parent == directory
+    logger.info("chats use the template of %s", named if is_converted else source)
     older = read_json(directory, TOKENS_FILE)
     tokens = _special_tokens(older | config, {}) if config_file else _special_tokens(config, older)
     used = {name: texts[name] for name in (DEFAULT, TOOL_USE) if name in texts}

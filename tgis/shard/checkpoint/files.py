@@ -155,7 +155,9 @@ class Checkpoint:
             if (self._directory / index).is_file():
                 return _read_index(self._directory / index)
         known = " or ".join(name for names in self._files for name in names)
-        raise WeightsError(f"{self._directory} has no weights: there is no {known}")
+        raise WeightsError(
+            f"{self._directory} has no weights: there is no {known}; download all files of the model"
+        )
 
 
 def has_headers(directory: Path) -> bool:

@@ -24,6 +24,10 @@ class LoadProgress:
     thirty seconds, and at the end. The percentage is of the checkpoint; `bytes` counts what this rank read of
     it."""
 
+    running = "reading weights"
+    """Message of a line while weights are read; another one if they are not read to be kept."""
+    finished = "weights read"
+
     def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic):
         self._total_bytes = max(1, total_bytes)
         self._clock = clock
@@ -45,10 +49,10 @@ class LoadProgress:
         if is_step or elapsed >= MAX_INTERVAL_S:
             self._logged_at = now
             self._logged_percent = percent
-            self._log("reading weights", percent=round(percent))
+            self._log(self.running, percent=round(percent))
 
     def finish(self) -> None:
-        self._log("weights read")
+        self._log(self.finished)
 
     def _log(self, message: str, **more: int) -> None:
         seconds = self._clock() - self._start_time

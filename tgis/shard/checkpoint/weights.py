@@ -13,6 +13,7 @@ import torch
 
 from tgis.shard.checkpoint.format import Format
 from tgis.shard.checkpoint.opening import OpenCheckpoint, open_checkpoint
+from tgis.shard.checkpoint.progress import LoadProgress
 from tgis.shard.checkpoint.provenance import ModuleRows, NumberedModules, list_rows, name_entry
 from tgis.shard.checkpoint.tensors import (
     ALL,
@@ -301,6 +302,11 @@ class Weights:
         self.prefix = prefix
         self._modules = StoredModules(self._checkpoint, prefix, format)
         self._traces: dict[str, tuple[ModuleRows, ...]] = {}
+
+    @property
+    def progress(self) -> LoadProgress:
+        """Progress of reading the checkpoint, which its messages describe."""
+        return self._checkpoint.progress
 
     def __enter__(self) -> "Weights":
         return self

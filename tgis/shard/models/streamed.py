@@ -51,6 +51,9 @@ def score_prompt(
     layers are returned if `measures_squares`. All ranks must call this. Raises WeightsError and
     ProcessGroupError."""
     weights = registry.open_weights(path, config, spec)
+    # The model is read again afterwards, to be loaded.
+    weights.progress.running = "measuring the weights before they are rounded"
+    weights.progress.finished = "weights measured before they are rounded"
     parts = _StreamedParts(group, weights, dtype, _StreamingKernels(group.device))
     model = Decoder(spec, parts)
     ids = torch.tensor(token_ids, device=group.device)
@@ -69,6 +72,7 @@ def score_prompt(
     inputs = StepInputs(ids, positions, layout, plan, is_long=is_long, states=states)
     logits = model.logits(model.forward(inputs, attention)[:-1])
     weights.release()
+    weights.progress.finish()
     logprobs = logits.log_softmax(-1).gather(1, ids[1:].unsqueeze(1)).squeeze(1).cpu()
     ranges = {path: parts.products[path].gather_range(group) for path in measured}
     squares = {path: each.gather_squares(group) for path, each in parts.products.items() if measures_squares}

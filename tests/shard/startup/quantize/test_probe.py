@@ -17,6 +17,7 @@ from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.messages import GREEDY
 from tests.support.shard.ranks import Ranks
 from tests.support.tokenizers.trained import write_byte_level
+from tgis.shard.checkpoint import progress
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.ops import CpuKernels
 from tgis.shard.memory.host_limits import HostMemory
@@ -65,6 +66,19 @@ def score(group: ProcessGroup, directory: Path) -> torch.Tensor:
 
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+
+
+def test_the_pass_before_loading_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the lines of the two passes over a checkpoint read as one that runs backwards."""
+    monkeypatch.setattr(progress, "MIN_INTERVAL_S", 0.0)
+    write_llama(tmp_path)
+    with caplog.at_level(logging.INFO):
+        score(ProcessGroup(0, 1), tmp_path)
+    *lines, last = [one.message for one in caplog.records if one.name == progress.__name__]
+    assert {*lines} == {"measuring the weights before they are rounded"}
+    assert last == "weights measured before they are rounded"
 
 
 @pytest.mark.parametrize("case", ["tied", "biases", "llama3_rope", "mixtral"])

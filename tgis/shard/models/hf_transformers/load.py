@@ -130,7 +130,9 @@ def _read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: 
     own = config.get("auto_map") or {}
     known = config.get("model_type") in CONFIG_MAPPING
     if not known and not own:
-        raise NotServedError("transformers does not know this type")
+        raise NotServedError(
+            "transformers does not know this type; docs/models.md lists the families that are served"
+        )
     if not known and not trust_remote_code:
         raise NotServedError(
             "its code is part of the checkpoint and runs only with TRUST_REMOTE_CODE=true (or "

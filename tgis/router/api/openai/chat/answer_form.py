@@ -19,8 +19,9 @@ from tgis.router.grammar.compiler import Guided
 from tgis.router.grammar.parameters import read_parameters
 
 NO_AUTO_TOOLS = (
-    'tools: tool_choice "auto" needs a chat template that shows them to the model (--chat-template) and a '
-    'known form of the model\'s calls (--tool-call-parser); "required" and a named function need neither'
+    'tools: tool_choice "auto", the default, does not work with this model: its chat template does not show '
+    'tools, or the format of its calls is unknown; use tool_choice "required" or a function\'s name, or '
+    "serve a model that calls tools, or set --chat-template and --tool-call-parser"
 )
 UNKNOWN_REASONING = (
     "max_reasoning_tokens: the service does not know how the model reasons; its --reasoning-parser can say it"
