@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from tgis import log_output
 from tgis.logs import Scalar
 from tgis.process.heartbeat import wait_until_hung
 from tgis.process.json_lines import error_of, to_json
@@ -132,6 +133,7 @@ class Child:
             if (error := error_of(line)) is not None:
                 self._error = error
             else:
+                await _wait_for_room()
                 self._print(line)
         code = await process.wait()
         if self._watch is not None:
@@ -142,7 +144,8 @@ class Child:
     def _print(self, line: str) -> None:
         text = self._line_prefix + line if self._fields is None else to_json(line, self._fields)
         with contextlib.suppress(OSError):  # if no process reads our stderr, the child must not block
-            print(text, file=sys.stderr, flush=True)
+            sys.stderr.write(text + "\n")  # in one write, because writes may be omitted
+            sys.stderr.flush()
 
     def _describe(self, code: int) -> str:
         if self._is_hung:
@@ -164,6 +167,13 @@ def die_with(parent: int) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call above
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def _wait_for_room() -> None:
+    """Let a child print no faster than our stderr is read, unless the reader has stalled."""
+    output = log_output.installed()
+    if output is not None and output.is_full:
+        await asyncio.to_thread(output.wait_for_room)
 
 
 async def _lines(stream: asyncio.StreamReader, max_bytes: int) -> AsyncIterator[str]:
