@@ -4,8 +4,11 @@ import fcntl
 import io
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -56,7 +59,7 @@ def lines_of(num: int, length: int) -> list[str]:
     return [f"{i:0{length}}" for i in range(num)]
 
 
-@pytest.mark.parametrize("length", [10, PIPE_BYTES, 3 * PIPE_BYTES + 1])
+@pytest.mark.parametrize("length", [100, PIPE_BYTES, 3 * PIPE_BYTES + 1])
 def test_lines_that_wait_are_written_in_order(pipe: tuple[int, int], length: int) -> None:
     lines = lines_of(log_output.MAX_WAITING_BYTES // length // 2, length)
     output = LogOutput(pipe[1])
@@ -108,3 +111,22 @@ def test_a_reader_that_is_gone_stops_nothing() -> None:
     output.wait()
     assert not output.is_full
     os.close(writer)
+
+
+INSTALL = """
+import os, sys
+from tgis import log_output
+log_output.install()
+print("unread", file=sys.stderr)
+files = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
+open(sys.argv[1], "w").write(f"{files} {log_output.installed() is not None}")
+"""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_standard_files_are_replaced(tmp_path: Path, closed: str) -> None:
+    """No socket that is opened later gets their numbers."""
+    result = tmp_path / "result"
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-c", INSTALL, str(result)]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
+    assert result.read_text() == f"{['/dev/null'] * 3} True"

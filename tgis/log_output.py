@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_WAITING_BYTES = 1 << 20
 STALLED_S = 1.0
 """Time without a read after which the reader counts as stalled."""
+STDERR = 2
 _POLL_S = 0.01
 
 
@@ -133,12 +134,23 @@ class LogOutput(io.RawIOBase):
 
 def install() -> None:
     """Replace `sys.stderr` in a process that serves. Nothing is replaced if a test has already done so."""
-    if sys.stderr is None or sys.stderr is not sys.__stderr__:
+    _open_standard_files()
+    if sys.stderr is not sys.__stderr__:
         return
     output = LogOutput(sys.stderr.fileno())
     sys.stderr = io.TextIOWrapper(output, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
     os.register_at_fork(after_in_child=output.reset)
     atexit.register(output.wait)
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null in place of closed standard files. Otherwise sockets get their numbers, and libraries
+    print to sockets."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    if sys.__stderr__ is None:
+        sys.stderr = sys.__stderr__ = open(STDERR, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def installed() -> LogOutput | None:
