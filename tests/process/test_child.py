@@ -31,6 +31,7 @@ os._exit(1)
 PARENT = """
 import asyncio, sys
 from pathlib import Path
+from tgis import log_output
 from tgis.process.child import Child
 from tgis.process.output_lines import LineForm
 
@@ -44,6 +45,7 @@ async def run():
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     Path(sys.argv[1]).write_text(f"{end.result().text}|{beats}|{peak.split()[1]}")
 
+log_output.install()
 asyncio.run(run())
 """
 # Starts children during calls from its own channels to its own server.
@@ -132,6 +134,17 @@ def test_unread_output_does_not_block(
     os.close(reader)
     os.close(writer)
     assert run.wait(60) == 0
+    check(tmp_path / "result")
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_a_reader_that_stalls_does_not_block(
+    parent: list[str], tmp_path: Path, fields: dict[str, str] | None
+) -> None:
+    with subprocess.Popen([*parent, repr(fields)], cwd=tmp_path, stderr=subprocess.PIPE) as run:
+        assert run.wait(60) == 0
+        assert run.stderr is not None
+        assert run.stderr.read(1)
     check(tmp_path / "result")
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
-from tgis import __version__, logs
+from tgis import __version__, log_output, logs
 from tgis.cli.command import (
     ARGUMENTS,
     VERSION_NAMES,
@@ -90,6 +90,7 @@ def process_command(
     the command only prints its settings."""
 
     def call(**values: Any) -> None:
+        log_output.install()
         context = click.get_current_context()
         fields = json_fields(context, values)
         if fields:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from tgis import log_output
 from tgis.process.heartbeat import wait_until_hung
 from tgis.process.json_lines import error_of
 from tgis.process.output_lines import PLAIN, LineForm, read_lines
@@ -127,6 +128,7 @@ class Child:
             if (error := error_of(line)) is not None:
                 self._error = error
             else:
+                await _wait_for_room()
                 self._print(line)
         code = await process.wait()
         if self._watch is not None:
@@ -136,7 +138,9 @@ class Child:
 
     def _print(self, line: str) -> None:
         with contextlib.suppress(OSError):  # if no process reads our stderr, the child must not block
-            print(self._line_form.apply(line), file=sys.stderr, flush=True)
+            # In one write, because writes may be omitted.
+            sys.stderr.write(self._line_form.apply(line) + "\n")
+            sys.stderr.flush()
 
     def _describe(self, code: int) -> str:
         if self._is_hung:
@@ -158,3 +162,10 @@ def die_with(parent: int) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call above
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def _wait_for_room() -> None:
+    """Let a child print no faster than our stderr is read, unless the reader has stalled."""
+    output = log_output.installed()
+    if output is not None and output.is_full:
+        await asyncio.to_thread(output.wait_for_room)

@@ -15,7 +15,7 @@ from typing import NoReturn
 import grpc
 import torch
 
-from tgis import failpoints
+from tgis import failpoints, log_output
 from tgis.config.processes import ShardConfig
 from tgis.errors import first_line
 from tgis.hub import model_files
@@ -210,4 +210,6 @@ def _exit_on_signals() -> None:
 def _exit(status: int) -> NoReturn:
     """Exit without waiting for gRPC's threads, because they wait for a router."""
     logging.shutdown()
+    if output := log_output.installed():
+        output.wait()
     os._exit(status)

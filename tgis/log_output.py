@@ -1,0 +1,159 @@
+"""Writes to stderr without waiting for its reader, so that a collector of the log that stops reading cannot
+stop the service."""
+
+import atexit
+import contextlib
+import io
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 1 << 20
+STALLED_S = 1.0
+"""Time without a read after which the reader counts as stalled."""
+STDERR = 2
+_POLL_S = 0.01
+
+
+class LogOutput(io.RawIOBase):
+    """Stream to a descriptor. While the reader has left no room, text waits, and a thread writes it later.
+
+    If `MAX_WAITING_BYTES` wait, further writes are omitted. When all that waits has been read, a line of the
+    log has the number of omitted ones."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin without waiting text, as in a forked process, whose parent writes what waits."""
+        self._lock = threading.RLock()  # a finalizer may log while its thread writes
+        self._waiting = deque[bytes]()
+        self._num_waiting_bytes = 0
+        self._num_omitted = 0
+        self._has_thread = False
+        self._last_progress = time.monotonic()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write it now if there is room, else later. Never raises OSError, as if a reader had read it."""
+        content = bytes(data)
+        with self._lock:
+            if not self._waiting:
+                if rest := self._write_some(content):
+                    self._last_progress = time.monotonic()
+                    self._keep(rest)
+            elif self.is_full:
+                self._num_omitted += 1
+            else:
+                self._keep(content)
+        return len(content)
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_waiting_bytes >= MAX_WAITING_BYTES
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if text waits and nothing has been read for `STALLED_S`."""
+        return bool(self._waiting) and time.monotonic() - self._last_progress > STALLED_S
+
+    def wait(self) -> None:
+        """Wait until all text is written or the reader has stalled."""
+        while self._waiting and not self.is_stalled:
+            time.sleep(_POLL_S)
+
+    def wait_for_room(self) -> None:
+        """Wait until the next write is not omitted, or the reader has stalled."""
+        while self.is_full and not self.is_stalled:
+            time.sleep(_POLL_S)
+
+    def _write_some(self, content: bytes) -> bytes:
+        """Write as much as there is room for, and return the rest. A closed pipe takes everything."""
+        with contextlib.suppress(OSError):
+            while content and self._poll.poll(0):  # a pipe then has room for PIPE_BUF bytes
+                content = content[os.write(self._fd, content[: select.PIPE_BUF]) :]
+            return content
+        return b""
+
+    def _keep(self, rest: bytes) -> None:
+        self._waiting.append(rest)
+        self._num_waiting_bytes += len(rest)
+        if not self._has_thread:
+            with contextlib.suppress(RuntimeError):  # the system has no thread; the next write tries again
+                threading.Thread(target=self._write_waiting, name="log output", daemon=True).start()
+                self._has_thread = True
+
+    def _write_waiting(self) -> None:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        num_omitted = None
+        while num_omitted is None:
+            poll.poll()
+            with self._lock:
+                if not self._write_oldest():
+                    self._has_thread = False
+                    num_omitted, self._num_omitted = self._num_omitted, 0
+        if num_omitted:
+            logger.warning("%d lines of the log were omitted, because stderr was not read", num_omitted)
+
+    def _write_oldest(self) -> bool:
+        """Write as much of the waiting text as there is room for. Return False if nothing is left."""
+        while self._waiting:
+            oldest = self._waiting.popleft()
+            rest = self._write_some(oldest)
+            self._num_waiting_bytes -= len(oldest) - len(rest)
+            if len(rest) < len(oldest):
+                self._last_progress = time.monotonic()
+            if rest:
+                self._waiting.appendleft(rest)
+                return True
+        return False
+
+
+def install() -> None:
+    """Replace `sys.stderr` in a process that serves. Nothing is replaced if a test has already done so."""
+    _open_standard_files()
+    if sys.stderr is not sys.__stderr__:
+        return
+    output = LogOutput(sys.stderr.fileno())
+    sys.stderr = io.TextIOWrapper(output, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
+    os.register_at_fork(after_in_child=output.reset)
+    atexit.register(output.wait)
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null in place of closed standard files. Otherwise sockets get their numbers, and libraries
+    print to sockets."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    if sys.__stderr__ is None:
+        sys.stderr = sys.__stderr__ = open(STDERR, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def installed() -> LogOutput | None:
+    """Return the output that `install` has installed."""
+    output = getattr(sys.stderr, "buffer", None)
+    return output if isinstance(output, LogOutput) else None
