@@ -53,7 +53,7 @@ def test_replayed_layers_are_compared(device: LateDevice, expected: str | None) 
 
 
 def starts_early() -> bool:
-    return dependent_launch._Refusal.reason is None
+    return dependent_launch._EarlyStartRefusal.reason is None
 
 
 @pytest.mark.parametrize("name", dependent_launch.EARLY_KERNELS)
@@ -64,7 +64,8 @@ def test_each_kernel_that_starts_early_is_checked(name: str) -> None:
         result: Tensor = getattr(KERNELS, name)(*args)
         return torch.zeros_like(result) if starts_early() else result
 
-    assert find_obstacle(LateDevice(), replace(KERNELS, **{name: compute})) == "replayed layers are wrong"
+    changed: dict[str, Any] = {name: compute}
+    assert find_obstacle(LateDevice(), replace(KERNELS, **changed)) == "replayed layers are wrong"
 
 
 @pytest.mark.parametrize("place", [3, 4], ids=["keys", "values"])

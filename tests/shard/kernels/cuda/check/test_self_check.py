@@ -208,7 +208,7 @@ def test_kernels_are_launched_normally_if_early_starts_fail(
         return actual
 
     def starts_early(_: torch.device) -> bool:
-        return dependent_launch._Refusal.reason is None
+        return dependent_launch._EarlyStartRefusal.reason is None
 
     for module in KERNELS.values():
         monkeypatch.setattr(module, "launch", lambda *args, module=module: module.plain(*args))

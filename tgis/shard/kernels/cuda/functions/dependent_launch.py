@@ -17,18 +17,22 @@ MIN_CAPABILITY = 90
 EARLY_KERNELS = "multiply_few", "add_parts", "norm", "gate", "turn_and_keep"  # that are launched so
 
 
-class _Refusal:
+class _EarlyStartRefusal:
     reason: str | None = None
 
 
 def refuse(reason: str | None) -> None:
     """Launch all kernels normally from now on, for this reason; or as usual again, if it is None."""
-    _Refusal.reason = reason
+    _EarlyStartRefusal.reason = reason
 
 
 def is_dependent(device: torch.device) -> bool:
     """Return True if kernels on this device start before their predecessors end. The interpreter's do not."""
-    if device.type == "cpu" or _Refusal.reason is not None or not hasattr(tl.extra.cuda, "gdc_wait"):
+    if (
+        device.type == "cpu"
+        or _EarlyStartRefusal.reason is not None
+        or not hasattr(tl.extra.cuda, "gdc_wait")
+    ):
         return False
     return find_capability(device) >= MIN_CAPABILITY
 

@@ -68,7 +68,7 @@ class _Chain:
     @torch.inference_mode()
     def work(self) -> None:
         kernels, x = self._kernels, self._x
-        delta = None
+        delta: Tensor | None = None
         for layer in self._layers:
             y = kernels.norm(x, delta, layer.norm, None, 1e-5, False, DTYPE)
             qkv = kernels.multiply_few(y, layer.qkv, None, DTYPE)
@@ -79,6 +79,7 @@ class _Chain:
             gated = kernels.gate(kernels.multiply_few(y, layer.up, None, DTYPE), "silu", True)
             parts = kernels.multiply_few(gated, layer.down, None, torch.float32, True)
             delta = kernels.add_parts(parts, None, DTYPE)
+        assert delta is not None, "there are layers"
         x.add_(delta)
 
     def copy_results(self) -> list[Tensor]:
