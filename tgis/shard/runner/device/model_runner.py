@@ -30,7 +30,7 @@ from tgis.shard.runner.device.drafts.captured_speculator import CapturedSpeculat
 from tgis.shard.runner.device.drafts.followed_steps import FollowedStates, FollowedStep, FollowedSteps
 from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
 from tgis.shard.runner.device.masks import MaskUploads
-from tgis.shard.runner.device.pending_step import Clock, PendingStep
+from tgis.shard.runner.device.pending_step import Clock, CopiedAnswers, PendingStep, StepTiming
 from tgis.shard.runner.device.step_packer import NO_WORDS, StagedArrays, StagedSize, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream, StreamTimer
 from tgis.shard.runner.device.uploads import NUM_SLOTS, PinnedRing, Uploads, Words, copy_numbers
@@ -359,11 +359,16 @@ class DeviceModelRunner:
             details = self._details.queue(inputs, sampled.rows, described)
         event = slot.last_use = self._stream.record()
         self._table.plan_tokens(sampled.first_rows)
-        copied = step.sampled_at, slot, event, self._clock, details
         timers = self._take_timers()
-        began_ns = launched_ns if timers or has_proposed else None
+        began_ns = launched_ns if timers or has_proposed else time.perf_counter_ns()
         pending = PendingStep(
-            response, self._is_answering, sampled, *copied, followed, work.num_proposed, began_ns, timers
+            response,
+            self._is_answering,
+            CopiedAnswers(sampled, step.sampled_at, slot, event),
+            StepTiming(self._clock, began_ns, timers),
+            details=details,
+            followed=followed,
+            num_proposed=work.num_proposed,
         )
         self._launched.append(pending)
         return pending
