@@ -28,7 +28,7 @@ from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSt
 from tgis.shard.runner.device.device_table import SampledRows
 from tgis.shard.runner.device.drafts.captured_speculator import CapturedSpeculator
 from tgis.shard.runner.device.drafts.followed_steps import FollowedStates, FollowedStep, FollowedSteps
-from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
+from tgis.shard.runner.device.graphs import CapturedStep, CaptureLimits, StepGraphs, StepParts
 from tgis.shard.runner.device.masks import MaskUploads
 from tgis.shard.runner.device.pending_step import Clock, CopiedAnswers, PendingStep, StepTiming
 from tgis.shard.runner.device.step_packer import NO_WORDS, StagedArrays, StagedSize, StepPacker
@@ -108,8 +108,7 @@ class DeviceModelRunner:
         self.graphs = StepGraphs(
             stream,
             self._make_parts,
-            memory_left,
-            agree=agree,
+            CaptureLimits(memory_left, agree),
             has_drafts=has_drafts,
             proposals=proposals,
             simplify=partial(dependent_launch.stop, stream.device),
