@@ -34,6 +34,7 @@ from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
+from tgis.shard.quant.rounding import NO_INPUTS
 from tgis.shard.quant.schemes import int8
 from tgis.shard.quant.schemes.none import UNQUANTIZED
 from tgis.shard.runner.graph_sizes import GraphSize
@@ -64,7 +65,7 @@ from tgis.shard.startup.platforms import choose_platform
 from tgis.shard.startup.platforms.interface import DraftParts, Platform, RunnerParts, configure_torch
 from tgis.shard.startup.quantize import check as quantize_check
 from tgis.shard.startup.quantize import probe as quantize_probe
-from tgis.shard.startup.quantize.probe import NO_INPUTS, Probe
+from tgis.shard.startup.quantize.probe import Probe
 from tgis.shard.startup.ranks.cpu_placement import place_threads
 
 logger = logging.getLogger(__name__)
@@ -190,9 +191,7 @@ class LoadPlan:
         probe = self._open_probe(group)
         before = on.memory.memory_used()
         inputs = probe.inputs if probe is not None else NO_INPUTS
-        model = self.choice.load(
-            group, self.dtype, on.kernels, factors=inputs.factors, importance=inputs.importance
-        )
+        model = self.choice.load(group, self.dtype, on.kernels, inputs)
         _check_length(model.spec, demand.max_sequence_length)
         speculator = self._load_speculator(model)
         guides.wait_until_ready()  # so that the measurement of a step below excludes the tokenizer's memory
