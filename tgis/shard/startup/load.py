@@ -38,7 +38,7 @@ from tgis.shard.quant.rounding import NO_INPUTS
 from tgis.shard.quant.schemes import int8
 from tgis.shard.quant.schemes.none import UNQUANTIZED
 from tgis.shard.runner.graph_sizes import GraphSize
-from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.runner.interface import DraftParts, ModelRunner, RunnerParts
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.speculators.draft_head import DraftHead
@@ -62,7 +62,7 @@ from tgis.shard.startup.memory.cache_size import CacheSizing
 from tgis.shard.startup.memory.cache_type import CacheType, choose_cache_type, find_float8
 from tgis.shard.startup.memory.memory_plan import GIB, KIB, MIB, Demand, MemoryBudget
 from tgis.shard.startup.platforms import choose_platform
-from tgis.shard.startup.platforms.interface import DraftParts, Platform, RunnerParts, configure_torch
+from tgis.shard.startup.platforms.interface import Platform, configure_torch
 from tgis.shard.startup.quantize import check as quantize_check
 from tgis.shard.startup.quantize import probe as quantize_probe
 from tgis.shard.startup.quantize.probe import Probe
@@ -480,21 +480,21 @@ class _Loaded:
             spec.is_encoder_decoder,
         )
         parts = RunnerParts(
-            self.model,
-            cache,
-            None
+            model=self.model,
+            cache=cache,
+            states=None
             if shape is None
             else StateCache(shape, num_slots, self.group.device, demand.num_spare_states),
-            self.guides,
-            self.adapters,
-            info,
-            limits,
-            demand.max_batch_size,
-            self.can_capture,
-            self.group,
-            (bool(self.plan.config.speculate) or self.speculator is not None) and shape is None,
-            self._open_speculator(num_blocks),
-            self.has_adapters,
+            guides=self.guides,
+            adapters=self.adapters,
+            info=info,
+            limits=limits,
+            max_rows=demand.max_batch_size,
+            can_capture=self.can_capture,
+            group=self.group,
+            has_drafts=(bool(self.plan.config.speculate) or self.speculator is not None) and shape is None,
+            speculator=self._open_speculator(num_blocks),
+            has_adapters=self.has_adapters,
         )
         return on.make_runner(on, parts)
 
