@@ -32,30 +32,22 @@ from tgis.shard.startup.platforms.gpu.capture_probe import find_rank_obstacle
 from tgis.shard.startup.platforms.gpu.dependent_launches import check_dependent_launches
 from tgis.shard.startup.platforms.gpu.timing import time_captured
 from tgis.shard.startup.platforms.interface import DeviceError, KernelCompiler, Platform
+from tgis.shard.startup.platforms.requirements import CheckedModel
 
 logger = logging.getLogger(__name__)
 
 
 def on_cuda(
-    device: torch.device,
-    kernel_cache: Path | None,
-    memory_fraction: float | None,
-    dtype: torch.dtype | None,
-    spec: ModelSpec,
-    num_ranks: int,
-    layout: CodeLayout | None = None,
-    cache_type: torch.dtype | None = None,
-    draft: DraftShape | None = None,
+    device: torch.device, model: CheckedModel, kernel_cache: Path | None, memory_fraction: float | None
 ) -> Platform:
-    """Return the platform of a GPU for a rank's share of a model, whose weights may have codes of this
-    `layout`, whose cache may have a type of its own, and which may have a speculator of the shape `draft`.
-    The GPU becomes torch's current device. Raises DeviceError."""
+    """Return the platform of a GPU for a rank's share of a model. The GPU becomes torch's current device.
+    Raises DeviceError."""
     memory = _open(device, memory_fraction)
     use_cache(kernel_cache)
     configure_products()
-    dtypes = DTYPES if dtype is None else (dtype,)
-    sizes = find_sizes(spec, num_ranks, layout, cache_type)
-    draft_sizes = None if draft is None else find_draft_sizes(draft, sizes)
+    dtypes = DTYPES if model.dtype is None else (model.dtype,)
+    sizes = find_sizes(model.spec, model.num_ranks, model.layout, model.cache_type)
+    draft_sizes = None if model.draft is None else find_draft_sizes(model.draft, sizes)
     implementations = choose_implementations(device, dtypes, sizes, draft_sizes)
     stream = CudaStream(device)
     check_dependent_launches(stream, implementations)
