@@ -32,6 +32,7 @@ from tgis.shard.models.interface import StepInputs
 from tgis.shard.speculators.eagle3 import find_layers
 from tgis.shard.startup.platforms.cpu import has_fast_bfloat16, on_cpu
 from tgis.shard.startup.platforms.host_runner import HostRunners
+from tgis.shard.startup.platforms.requirements import CpuProducts
 from tgis_client import Client, Parameters
 
 ALONE = ProcessGroup(0, 1)
@@ -77,7 +78,7 @@ class Runner:
     def __init__(self, directory: Path) -> None:
         settings = json.loads((directory / "config.json").read_text())
         arithmetic = "bfloat16" if has_fast_bfloat16(may_use_amx=True) else "float32"
-        platform = on_cpu(arithmetic=arithmetic, may_use_amx=True)
+        platform = on_cpu(CpuProducts(arithmetic, allows_amx=True))
         self.model: Any = registry.load(directory, settings, ALONE, torch.bfloat16, platform.kernels)
         assert isinstance(self.model, Decoder)
         assert isinstance(platform.make_runner, HostRunners)

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn
 
@@ -18,7 +17,6 @@ import torch
 from tgis import failpoints, log_output
 from tgis.config.processes import ShardConfig
 from tgis.errors import first_line
-from tgis.hub import model_files
 from tgis.hub.gguf_files import find_named_place
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import add_ShardServiceServicer_to_server
@@ -30,7 +28,7 @@ from tgis.shard.adapters.loading import open_artifact_cache, open_store
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.adapters.rpc import AdapterServicer
 from tgis.shard.runner.interface import ModelRunner, Pending
-from tgis.shard.startup.load import load_where_possible, sequence_length
+from tgis.shard.startup.load import load_where_possible
 from tgis.shard.startup.platforms.interface import is_gpu_failure
 from tgis.shard.transport.link import Endpoint, choose_endpoint
 from tgis.shard.transport.step_stream import StepSocket
@@ -75,8 +73,7 @@ def serve(config: ShardConfig, heartbeat: Heartbeat) -> NoReturn:
     endpoint = choose_endpoint(config)
     failpoints.hit("shard.before_loading")
     plan, runner = load_where_possible(config, heartbeat.limit_time)
-    length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
-    store = open_store(config, runner.model, length)
+    store = open_store(config, runner.model, plan.demand.max_sequence_length)
     service = ShardService(runner.info, store, open_artifact_cache(config), runner.adapters)
     # Open the step socket first: a router that sees the gRPC socket may connect to the step socket at once.
     steps = StepSocket(endpoint.open_steps())

@@ -17,6 +17,7 @@ from bench.steps import Rows
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.memory.kv_cache import KVCache
@@ -24,7 +25,7 @@ from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.graph_sizes import GraphSize
-from tgis.shard.runner.interface import Pending
+from tgis.shard.runner.interface import Pending, RunnerParts
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides
 from tgis.shard.startup.platforms.gpu.timing import time_captured
@@ -63,20 +64,21 @@ def load_runner(
     info = pb.InfoResponse(
         vocab_size=shape.vocab_size, block_size=BLOCK_SIZE, num_blocks=num_blocks, world_size=1
     )
-    return make_device_runner(
-        model,
-        cache,
-        kernels,
-        stream,
-        RowLimits(shape.max_length, BLOCK_SIZE, shape.vocab_size),
-        max_rows,
-        Guides(_refuse_grammars, shape.vocab_size),
-        info,
-        LoadedAdapters((lambda _: draw_adapter(model.parts)) if has_adapters else _refuse_adapters),
-        memory_left=lambda: 1 << 40,
-        has_adapters=has_adapters,
+    parts = RunnerParts(
+        model=model,
+        cache=cache,
+        states=None,
+        guides=Guides(_refuse_grammars, shape.vocab_size),
+        adapters=LoadedAdapters((lambda _: draw_adapter(model.parts)) if has_adapters else _refuse_adapters),
+        info=info,
+        limits=RowLimits(shape.max_length, BLOCK_SIZE, shape.vocab_size),
+        max_rows=max_rows,
+        can_capture=True,
+        group=ProcessGroup(0, 1, device=target.device),
         has_drafts=has_drafts,
+        has_adapters=has_adapters,
     )
+    return make_device_runner(parts, kernels, stream, memory_left=lambda: 1 << 40)
 
 
 def capture(target: Target, runner: DeviceModelRunner, sizes: Sequence[int], about: str) -> bool:

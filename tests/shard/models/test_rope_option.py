@@ -20,7 +20,7 @@ from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.rope_option import RopeOption, read_rope_option
 from tgis.shard.startup import engine_choice
-from tgis.shard.startup.load import prepare
+from tgis.shard.startup.prepare import prepare
 
 LENGTH = 16  # of the models
 IDS = [5 + (7 * i) % 90 for i in range(48)]

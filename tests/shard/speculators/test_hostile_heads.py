@@ -32,7 +32,8 @@ from tgis.shard.quant.schemes.portable_rounder import PORTABLE
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.speculators.interface import Served, SpeculatorError
 from tgis.shard.speculators.registry import DraftCache, count_bytes, find_cache, load_speculator
-from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup.load import load
+from tgis.shard.startup.prepare import prepare
 
 Tensors = dict[str, torch.Tensor]
 KINDS = ("mlp", "medusa", "eagle", "eagle3", "mtp", "draft model")

@@ -42,7 +42,8 @@ from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.proposers.graph_stages import GraphStages
 from tgis.shard.runner.proposers.speculator import SpeculatorProposer
 from tgis.shard.speculators.interface import SpeculatorError
-from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup.load import load
+from tgis.shard.startup.prepare import prepare
 
 
 @pytest.fixture(scope="module")

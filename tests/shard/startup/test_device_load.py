@@ -31,10 +31,12 @@ from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_si
 from tgis.shard.server import log_failure
 from tgis.shard.startup import engine_choice
 from tgis.shard.startup import load as startup_load
-from tgis.shard.startup.load import load, load_where_possible, prepare
+from tgis.shard.startup.load import load, load_where_possible
 from tgis.shard.startup.platforms import choose_platform
 from tgis.shard.startup.platforms.cuda import choose_graph_sizes, find_draft_sizes, find_sizes
 from tgis.shard.startup.platforms.interface import DeviceError
+from tgis.shard.startup.prepare import prepare
+from tgis.shard.startup.shard_info import describe_shard
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +128,7 @@ def test_arithmetic_of_cpus_on_a_gpu(
 ) -> None:
     on = late_platform(LateDevice())
     monkeypatch.setattr(choose_platform, "find_device", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(choose_platform, "make_platform", lambda *_: on)
+    monkeypatch.setattr(choose_platform, "make_platform", lambda *_, **__: on)
     caplog.set_level(logging.WARNING)
     assert prepare(configure(model_path)).on is on
     assert not caplog.messages
@@ -152,7 +154,9 @@ def test_a_gpu_s_kernels_are_checked_at_the_sizes_of_speculators(
 ) -> None:
     on, made = late_platform(LateDevice()), []
     monkeypatch.setattr(choose_platform, "find_device", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(choose_platform, "make_platform", lambda *given: made.append(given[-1]) or on)
+    monkeypatch.setattr(
+        choose_platform, "make_platform", lambda *_, model, **__: made.append(model.draft) or on
+    )
     prepare(configure(model_path, quantize=quantize))
     assert made == [None]
     kept = None if quantize is None else int8.LAYOUT
@@ -232,9 +236,9 @@ def test_code_that_fails_on_a_gpu_runs_on_the_cpu(
     monkeypatch.setattr(
         choose_platform,
         "make_platform",
-        lambda device, *more: on if device.type == "cuda" else make(device, *more),
+        lambda device, **more: on if device.type == "cuda" else make(device, **more),
     )
-    monkeypatch.setattr(startup_load, "_connect", lambda *_: ProcessGroup(0, 1))
+    monkeypatch.setattr(startup_load, "connect", lambda *_: ProcessGroup(0, 1))
     monkeypatch.setattr(DeviceArithmetic, "tolerance", 1e-12)
     config = configure(tmp_path, device=option, max_sequence_length=64, dtype="float32")
     reason = "model type 'phi' cannot be served through transformers: its scores change"
@@ -282,7 +286,7 @@ def test_float32_weights_on_a_gpu(
     write_llama(tmp_path, dtype=stored)
     on = replace(late_platform(LateDevice()), device=torch.device("cuda", 0))
     with caplog.at_level(logging.INFO):
-        info = prepare(configure(tmp_path, dtype=asked), on).describe_shard()
+        info = describe_shard(prepare(configure(tmp_path, dtype=asked), on))
     assert (info.weight_dtype, info.cache_dtype) == (kept, kept)
     text = "the float32 weights are rounded to bfloat16, because --dtype is unset"
     assert (text in caplog.messages) == (kept == "bfloat16")

@@ -14,7 +14,7 @@ from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.graph_sizes import graph_sizes
-from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.runner.interface import ModelRunner, RunnerParts
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.startup.load import load
@@ -75,16 +75,17 @@ def move(
         spec.rope_switch_len,
         spec.is_encoder_decoder,
     )
-    return make_device_runner(
-        host.model,
-        cache,
-        kernels or Implementations.plain(),
-        device,
-        limits,
-        config.max_batch_size,
-        host._guides,
-        info,
-        host.adapters,
-        memory_left=lambda: 1 << 40,
+    parts = RunnerParts(
+        model=host.model,
+        cache=cache,
+        states=None,
+        guides=host._guides,
+        adapters=host.adapters,
+        info=info,
+        limits=limits,
+        max_rows=config.max_batch_size,
+        can_capture=True,
+        group=ProcessGroup(0, 1, device=device.device),
         has_drafts=bool(config.speculate),
     )
+    return make_device_runner(parts, kernels or Implementations.plain(), device, lambda: 1 << 40)

@@ -15,6 +15,7 @@ from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.models.parts.states import open_state
 from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.quant.rounding import UNROUNDED, InputFigures, Rounding
 from tgis.shard.quant.smoothing import Factors
 from tgis.shard.startup.quantize.smoothing import list_readers
 
@@ -54,8 +55,8 @@ def compute(group: ProcessGroup, directory: Path, has_factors: bool, has_adapter
     config = read_config(directory)
     spec = registry.make_spec(config)
     assert isinstance(spec, DecoderSpec)
-    factors = draw_factors(spec) if has_factors else {}
-    model = registry.load(directory, config, group, torch.float32, factors=factors)
+    rounding = Rounding(inputs=InputFigures(draw_factors(spec))) if has_factors else UNROUNDED
+    model = registry.load(directory, config, group, torch.float32, rounding=rounding)
     assert isinstance(model, Decoder)
     attention = new_attention(model, group)
     layout = make_layout([(0, len(IDS))], [TABLES[0]])

@@ -68,11 +68,8 @@ from tgis.shard.models.interface import ConfigurationError, UnsupportedModelErro
 from tgis.shard.models.sensitive_weights import describe_sensitivity
 from tgis.shard.models.spec import DecoderSpec, DeltaNetSpec, MambaSpec, Spec
 from tgis.shard.models.unread_tensors import refuse_unread
-from tgis.shard.quant.importance import NO_IMPORTANCE, Importance
-from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
-from tgis.shard.quant.schemes.none import UNQUANTIZED
-from tgis.shard.quant.smoothing import NO_FACTORS, Factors
+from tgis.shard.quant.rounding import UNROUNDED, Rounding
 
 logger = logging.getLogger(__name__)
 
@@ -208,39 +205,57 @@ def load(
     group: ProcessGroup,
     dtype: torch.dtype,
     kernels: Kernels | None = None,
-    scheme: Scheme = UNQUANTIZED,
+    rounding: Rounding = UNROUNDED,
     spec: Spec | None = None,
-    factors: Factors = NO_FACTORS,
-    importance: Importance = NO_IMPORTANCE,
-    weights: type[Weights] = Weights,
 ) -> Decoder | EncoderDecoderModel:
     """Load this rank's part of the model with weights in `dtype`. The defaults are the CPU's kernels and the
-    specification that `config` describes. `factors` smooth activations, and `importance` is that of the
-    columns of matrices that are rounded. Raises UnsupportedModelError and WeightsError."""
+    specification that `config` describes. Raises UnsupportedModelError and WeightsError."""
     spec = spec or make_spec(config)
-    with open_weights(path, config, spec, weights) as opened:
-        common = (group, opened, dtype, kernels or _cpu_kernels())
-        parts = Parts(
-            *common,
-            scheme=scheme,
-            sensitivity=describe_sensitivity(spec),
-            factors=factors,
-            importance=importance,
-        )
-        try:
-            model = build(spec, parts)
-        except MissingTensorError:
-            if isinstance(spec, DecoderSpec):
-                _require_head(path, opened)
-            raise
-        refuse_unread(path, opened.list_unread(), config)
+    with open_weights(path, config, spec) as weights:
+        parts = make_parts(spec, group, weights, dtype, kernels or _cpu_kernels(), rounding)
+        return read_model(path, config, spec, parts)
+
+
+def make_parts(
+    spec: Spec,
+    group: ProcessGroup,
+    weights: Weights,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    rounding: Rounding = UNROUNDED,
+) -> Parts:
+    """Return the common arguments of the layers of a model."""
+    return Parts(
+        group,
+        weights,
+        dtype,
+        kernels,
+        scheme=rounding.scheme,
+        sensitivity=describe_sensitivity(spec),
+        factors=rounding.inputs.factors,
+        importance=rounding.inputs.importance,
+    )
+
+
+def read_model(
+    path: Path, config: Mapping[str, Any], spec: Spec, parts: Parts
+) -> Decoder | EncoderDecoderModel:
+    """Build the model, and check that it reads all tensors of its checkpoint. Raises UnsupportedModelError
+    and WeightsError."""
+    try:
+        model = build(spec, parts)
+    except MissingTensorError:
+        if isinstance(spec, DecoderSpec):
+            _require_head(path, parts.weights)
+        raise
+    refuse_unread(path, parts.weights.list_unread(), config)
     if parts.widened:
         logger.warning(
             "%d matrices are kept as %s on this rank, because %d ranks cut them inside groups of codes that "
             "share a scale: they take %.1f MiB more than as codes",
             len(parts.widened),
-            str(dtype).removeprefix("torch."),
-            group.size,
+            str(parts.dtype).removeprefix("torch."),
+            parts.group.size,
             sum(parts.widened) / MIB,
         )
     return model

@@ -16,6 +16,7 @@ from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
+from tgis.shard.quant.rounding import Rounding
 from tgis.shard.speculators.finite_weights import FiniteWeights
 from tgis.shard.speculators.interface import Served
 
@@ -45,7 +46,9 @@ def load_draft_model(
     kernels = model.parts.kernels
     group = ProcessGroup(0, 1, device=kernels.device)
     scheme = find_scheme(find_scheme_name(None, read_settings(config, directory)))
-    draft = registry.load(directory, config, group, dtype, kernels, scheme, weights=FiniteWeights)
+    with registry.open_weights(directory, config, spec, FiniteWeights) as weights:
+        parts = registry.make_parts(spec, group, weights, dtype, kernels, Rounding(scheme))
+        draft = registry.read_model(directory, config, spec, parts)
     assert isinstance(draft, Decoder), "its specification was checked"
     # No request waits for the compilation of the head's kernel. The warm-up steps compile the others.
     draft.logits(torch.zeros(1, spec.hidden_size, device=kernels.device))

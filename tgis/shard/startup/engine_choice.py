@@ -3,12 +3,10 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from tgis.config.model import ENGINES
 from tgis.shard.checkpoint.opening import is_gguf
@@ -22,11 +20,10 @@ from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, Un
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
 from tgis.shard.models.rope_option import RopeOption, RopeOptionError
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.quant.importance import NO_IMPORTANCE, Importance
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
+from tgis.shard.quant.rounding import NO_INPUTS, InputFigures, Rounding
 from tgis.shard.quant.schemes.none import UNQUANTIZED
-from tgis.shard.quant.smoothing import NO_FACTORS, Factors
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +38,11 @@ class Loader(Protocol):
         group: ProcessGroup,
         dtype: torch.dtype,
         kernels: Kernels,
+        inputs: InputFigures = NO_INPUTS,
         /,
-        *,
-        factors: Factors = NO_FACTORS,
-        importance: Importance = NO_IMPORTANCE,
     ) -> Model:
-        """Load the model. Only the native engine uses the kernels, the factors that smooth activations, and
-        the importance of columns of weights that are rounded. Raises UnsupportedModelError and
-        WeightsError."""
+        """Load the model. Only the native engine uses the kernels, and the figures of inputs for weights that
+        are rounded. Raises UnsupportedModelError and WeightsError."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,12 @@ def _choose_native(
     if rope is not None:
         spec = rope.scale_spec(spec, settings)
     registry.check_sharding(spec, size)
-    load = partial(registry.load, directory, settings, scheme=scheme, spec=spec)
+
+    def load(
+        group: ProcessGroup, dtype: torch.dtype, kernels: Kernels, inputs: InputFigures = NO_INPUTS
+    ) -> Model:
+        return registry.load(directory, settings, group, dtype, kernels, Rounding(scheme, inputs), spec)
+
     table_elements = registry.count_embedding_elements(spec)
     return Choice(NATIVE, spec, load, table_elements=table_elements, gpu_obstacle=find_gpu_obstacle(spec))
 
@@ -161,9 +160,7 @@ def _choose_transformers(
             "this model runs through transformers' code, which is slower than a native family: %s", reason
         )
 
-    def load(
-        group: ProcessGroup, dtype: torch.dtype, kernels: Kernels, **unused: Mapping[str, Tensor]
-    ) -> Model:
+    def load(group: ProcessGroup, dtype: torch.dtype, kernels: Kernels, _: InputFigures = NO_INPUTS) -> Model:
         arithmetic = choose_arithmetic(kernels, dtype)
         try:
             return hf_transformers.load(directory, spec, group, dtype, trust_remote_code, rope, arithmetic)
@@ -215,7 +212,7 @@ def find_gpu_obstacle(spec: ModelSpec) -> str | None:
 def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
     spec = onnx_runtime.make_spec(directory, settings)
 
-    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels, **unused: Mapping[str, Tensor]) -> Model:
+    def load(group: ProcessGroup, dtype: torch.dtype, kernels: Kernels, _: InputFigures = NO_INPUTS) -> Model:
         return onnx_runtime.load(spec, group, torch.get_num_threads())
 
     obstacle = f"{ONNX} supports only the CPU"

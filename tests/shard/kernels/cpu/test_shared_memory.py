@@ -29,6 +29,7 @@ from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 from tgis.shard.kernels.cpu.shared_memory import region
 from tgis.shard.kernels.cpu.shared_memory.collectives import SLOT_BYTES, open_collectives
 from tgis.shard.startup.load import load
+from tgis.shard.startup.ranks import group as group_module
 
 FLOATS = SLOT_BYTES // 4  # that fit into a slot
 LENGTHS = (0, 1, 3, 576, 4095, FLOATS - 1, FLOATS, FLOATS + 1, 3 * FLOATS + 7)
@@ -209,7 +210,7 @@ def log_of_start(group: ProcessGroup, directory: Path, place: Path) -> str:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(load.__module__)
+    logger = logging.getLogger(group_module.__name__)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     load(configure(directory, rank=group.rank, world_size=group.size, rendezvous=str(place)))

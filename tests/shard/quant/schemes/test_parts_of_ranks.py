@@ -19,6 +19,7 @@ from tgis.shard.layers.ops import Product
 from tgis.shard.models import registry
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.registry import find_scheme
+from tgis.shard.quant.rounding import Rounding
 
 # Two ranks split 192 columns after 96, inside a group of 64 or 128, and 256 columns between groups.
 SIZES = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 99}
@@ -57,7 +58,7 @@ class RecordingKernels(CpuKernels):
 def load(directory: Path, group: ProcessGroup, name: str) -> tuple[RecordingKernels, registry.Decoder]:
     kernels = RecordingKernels()
     config = stepping.read_config(directory)
-    model = registry.load(directory, config, group, torch.float32, kernels, find_scheme(name))
+    model = registry.load(directory, config, group, torch.float32, kernels, Rounding(find_scheme(name)))
     assert isinstance(model, registry.Decoder)
     return kernels, model
 

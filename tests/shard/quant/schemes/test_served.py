@@ -27,6 +27,7 @@ from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.models import registry
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.quant.registry import find_scheme
+from tgis.shard.quant.rounding import Rounding
 from tgis.shard.quant.schemes.weight_only import WEIGHT_ONLY
 from tgis.shard.startup import engine_choice
 from tgis.shard.startup.load import load
@@ -76,7 +77,7 @@ def round_sensitive(wide: dict[str, Tensor], content: dict[str, Tensor]) -> None
 
 def compute_logits(group: ProcessGroup, directory: Path, name: str | None) -> Tensor:
     config = stepping.read_config(directory)
-    model = registry.load(directory, config, group, torch.float32, scheme=find_scheme(name))
+    model = registry.load(directory, config, group, torch.float32, rounding=Rounding(find_scheme(name)))
     result = Stepper(model, group).step({0: (list(range(5, 20)), 0), 1: ([30, 31], 0)})  # type: ignore[arg-type]
     return torch.cat(list(result.values()))
 
@@ -182,7 +183,7 @@ def test_activations_are_rounded_when_asked(tmp_path: Path, caplog: pytest.LogCa
     config, scheme = stepping.read_config(tmp_path), find_scheme("int4")
 
     def compute(kernels: CpuKernels) -> Tensor:
-        model = registry.load(tmp_path, config, stepping.ALONE, torch.float32, kernels, scheme)
+        model = registry.load(tmp_path, config, stepping.ALONE, torch.float32, kernels, Rounding(scheme))
         return Stepper(model).step({0: (list(range(5, 20)), 0)})[0].log_softmax(-1)  # type: ignore[arg-type]
 
     actual, expected = compute(CpuKernels(rounds_activations=True)), compute(CpuKernels())
@@ -210,6 +211,7 @@ from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models import registry
 from tgis.shard.quant.registry import find_scheme
+from tgis.shard.quant.rounding import Rounding
 
 directory, scheme = Path(sys.argv[1]), find_scheme(sys.argv[2])
 weight = TensorInMemory(torch.randn(64, 64), "a weight")
@@ -220,7 +222,7 @@ memory = HostMemory()
 memory.release_memory()
 before, used = memory.begin_peak(), memory.memory_used()
 config = json.loads((directory / "config.json").read_text())
-model = registry.load(directory, config, ProcessGroup(0, 1), torch.float16, scheme=scheme)
+model = registry.load(directory, config, ProcessGroup(0, 1), torch.float16, rounding=Rounding(scheme))
 peak = memory.peak() - before
 memory.release_memory()
 print(peak, memory.memory_used() - used)

@@ -21,7 +21,7 @@ from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.kernels.cuda.step_state import Flag
 from tgis.shard.models import registry
-from tgis.shard.runner.device.graphs import StepGraphs
+from tgis.shard.runner.device.graphs import CaptureLimits, StepGraphs
 from tgis.shard.runner.graph_sizes import GraphSize
 
 SIZES = (2, MAX_ROWS)
@@ -46,7 +46,7 @@ def compare(
     """Compute the steps of two scenes, one with graphs, while rows join, leave, end and restart."""
     eager, graphed = (DecodeScene(model, kernels, dtype) for _ in range(2))
     parts = {size: eager.make_parts(GraphSize(size)) for size in sizes}
-    graphs = StepGraphs(FakeStream(), graphed.make_parts, lambda: 0)
+    graphs = StepGraphs(FakeStream(), graphed.make_parts, CaptureLimits(lambda: 0))
     graphs.capture(of_rows(*sizes))
     assert graphs.sizes == of_rows(*sorted(sizes))
     rng, met, num_described = random.Random(1), set(), 0
@@ -134,7 +134,7 @@ def test_experts_that_are_computed_one_by_one_have_no_graphs(
     monkeypatch.setattr(CudaKernels, "join_experts", lambda *_: None)
     kernels = Implementations.plain()
     scene = DecodeScene(load(tmp_path, "mixtral", kernels), kernels, torch.float32)
-    graphs = StepGraphs(FakeStream(), scene.make_parts, lambda: 0)
+    graphs = StepGraphs(FakeStream(), scene.make_parts, CaptureLimits(lambda: 0))
     with caplog.at_level(logging.WARNING):
         graphs.capture(of_rows(*SIZES))
     assert graphs.sizes == []

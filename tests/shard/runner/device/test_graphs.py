@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from threading import Barrier
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,13 @@ from torch import Tensor
 
 from tests.support.cuda.fake_graph import FakeGraph, FakeStream
 from tests.support.cuda.graph_sizes import of_rows
-from tgis.shard.runner.device.graphs import MAX_CAPTURE_S, MAX_PROMPT_CAPTURE_S, StepGraphs, StepParts
+from tgis.shard.runner.device.graphs import (
+    MAX_CAPTURE_S,
+    MAX_PROMPT_CAPTURE_S,
+    CaptureLimits,
+    StepGraphs,
+    StepParts,
+)
 from tgis.shard.runner.graph_sizes import MAX_PROMPT_TOKENS, GraphSize, add_adapter_sizes, graph_sizes
 
 GRAPH_BYTES, FREE_BYTES = 10 << 20, 1000 << 20
@@ -70,12 +75,12 @@ def test_sampling_after_drafts_is_captured_if_drafts_are_expected() -> None:
             sample_next=lambda: steps.answers.add_(10), sample_next_detailed=lambda: steps.answers.add_(100)
         )
 
-    plain = StepGraphs(device, make, device.memory_left)
+    plain = StepGraphs(device, make, CaptureLimits(device.memory_left))
     plain.capture(of_rows(2))
     found = plain.find(1)
     assert found is not None
     assert found.sample_next is None
-    graphs = StepGraphs(device, make, device.memory_left, has_drafts=True)
+    graphs = StepGraphs(device, make, CaptureLimits(device.memory_left), has_drafts=True)
     graphs.capture(of_rows(2))
     step = graphs.find(1)
     assert step is not None
@@ -88,7 +93,9 @@ def test_sampling_after_drafts_is_captured_if_drafts_are_expected() -> None:
 
 
 def graphs_on(device: Device, steps: Steps | None = None) -> StepGraphs:
-    return StepGraphs(device, (steps or Steps()).make, device.memory_left, lambda: device.now)
+    return StepGraphs(
+        device, (steps or Steps()).make, CaptureLimits(device.memory_left, clock=lambda: device.now)
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +205,7 @@ def test_memory_of_the_parts_is_kept() -> None:
         rows, answer = torch.ones(size.num_rows), answers[0]
         return StepParts(lambda: answer.copy_(rows), lambda: answer.add_(rows), lambda: answer.zero_())
 
-    graphs = StepGraphs(FakeStream(), make, lambda: 0)
+    graphs = StepGraphs(FakeStream(), make, CaptureLimits(lambda: 0))
     graphs.capture(of_rows(2))
     step = graphs.find(2)
     assert step is not None
@@ -235,7 +242,7 @@ def test_a_model_that_cannot_be_captured_has_no_graphs(caplog: pytest.LogCapture
         return StepParts(add, route if size.num_rows == 2 else add, add)
 
     device = Device()
-    graphs = StepGraphs(device, make, device.memory_left)
+    graphs = StepGraphs(device, make, CaptureLimits(device.memory_left))
     with caplog.at_level(logging.WARNING):
         graphs.capture(of_rows(1, 2, 4))
     assert graphs.sizes == []
@@ -334,7 +341,7 @@ def test_a_failed_capture_is_repeated_with_simpler_launches(caplog: pytest.LogCa
         return None if is_simple[0] else RuntimeError("programmatic edges are not supported")
 
     steps, device = Steps(), Device(error=refuse)
-    graphs = StepGraphs(device, steps.make, device.memory_left, simplify=simplify)
+    graphs = StepGraphs(device, steps.make, CaptureLimits(device.memory_left), simplify=simplify)
     with caplog.at_level(logging.WARNING):
         graphs.capture(of_rows(2, 4))
     assert graphs.sizes == of_rows(2, 4)
@@ -348,7 +355,7 @@ def test_a_failed_capture_is_repeated_with_simpler_launches(caplog: pytest.LogCa
 def test_a_capture_that_fails_with_simpler_launches_too_is_given_up() -> None:
     answers = iter([True, False])
     steps, device = Steps(), Device(error=lambda number: RuntimeError("it waits"))
-    graphs = StepGraphs(device, steps.make, device.memory_left, simplify=lambda: next(answers))
+    graphs = StepGraphs(device, steps.make, CaptureLimits(device.memory_left), simplify=lambda: next(answers))
     graphs.capture(of_rows(2))
     assert graphs.sizes == []
     assert graphs.refusal == "it waits"
@@ -382,11 +389,8 @@ def test_ranks_repeat_a_capture_if_one_simplifies_launches() -> None:
 
     def capture(rank: int) -> StepGraphs:
         steps, device = Steps(), Device(error=partial(refuse, rank))
-        together: dict[str, Any] = {
-            "agree": partial(meeting.agree, rank),
-            "simplify": partial(simplify, rank),
-        }
-        graphs = StepGraphs(device, steps.make, device.memory_left, **together)
+        limits = CaptureLimits(device.memory_left, partial(meeting.agree, rank))
+        graphs = StepGraphs(device, steps.make, limits, simplify=partial(simplify, rank))
         graphs.capture(of_rows(2, 4))
         return graphs
 

@@ -60,7 +60,8 @@ from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.interface import Pending
 from tgis.shard.runner.proposer import FollowedWork, TakeStates
 from tgis.shard.speculators.interface import SpeculatorError
-from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup.load import load
+from tgis.shard.startup.prepare import prepare
 
 # Emulated kernels round sums of steps of different sizes differently.
 TOLERANCE = 1e-4

@@ -28,12 +28,15 @@ from tests.support.shard.ranks import ALONE
 from tests.support.shard.stepping import read_config
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.memory.kv_cache import bytes_per_block
+from tgis.shard.memory.layered_cache import allocate_cache
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup.load import load
 from tgis.shard.startup.memory.cache_type import find_float8
-from tgis.shard.startup.memory.memory_plan import Demand, MemoryBudget, allocate, plan_blocks
+from tgis.shard.startup.memory.memory_plan import Demand, MemoryBudget, plan_blocks
 from tgis.shard.startup.platforms.cuda import find_sizes
 from tgis.shard.startup.platforms.interface import DeviceError
+from tgis.shard.startup.prepare import prepare
+from tgis.shard.startup.shard_info import describe_shard
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TYPES = {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "int8": torch.int8}
@@ -154,7 +157,7 @@ def test_without_scales_they_are_1(model_path: Path, scaled: Path, caplog: pytes
     assert "GiB (fp8_e4m3): " in caplog.text
     with caplog.at_level(logging.INFO):
         assert (
-            prepare(configure(scaled, kv_cache_dtype="fp8_e4m3fn")).describe_shard().cache_dtype == "fp8_e4m3"
+            describe_shard(prepare(configure(scaled, kv_cache_dtype="fp8_e4m3fn"))).cache_dtype == "fp8_e4m3"
         )
     assert f"{said} with the checkpoint's scales" in caplog.messages
 
@@ -201,7 +204,9 @@ def test_a_token_takes_half_the_memory_of_16_bits(kind: str, scaled: Path) -> No
 @KIND
 def test_a_cache_has_the_memory_that_was_planned(kind: str, scaled: Path) -> None:
     plan = prepare(configure(scaled, kv_cache_dtype=kind))
-    cache = allocate(plan.choice.spec, ALONE, plan.cache_type.dtype, 16, 7, plan.cache_type.scales)
+    cache = allocate_cache(
+        plan.choice.spec, ALONE, 7, 16, plan.cache_type.dtype, scales=plan.cache_type.scales
+    )
     planned = 7 * bytes_per_block(plan.choice.spec, ALONE, 16, TYPES[kind])
     assert cache.keys.nbytes + cache.values.nbytes == planned
     if kind == "int8":
@@ -218,7 +223,7 @@ def test_a_checkpoint_made_for_the_option_is_logged(scaled: Path, tmp_path: Path
     settings = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": SCHEME}
     (tmp_path / "config.json").write_text(json.dumps(read_config(scaled) | {"quantization_config": settings}))
     with caplog.at_level(logging.INFO):
-        assert prepare(configure(tmp_path)).describe_shard().cache_dtype == "float32"
+        assert describe_shard(prepare(configure(tmp_path))).cache_dtype == "float32"
     made = "the checkpoint is calibrated for 8 bits, which --kv-cache-dtype fp8_e4m3 selects"
     assert f"the KV cache uses float32; {made}" in caplog.messages
     caplog.clear()

@@ -23,8 +23,9 @@ from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import DenseTable, Parts
 from tgis.shard.models import registry
-from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup.load import load
 from tgis.shard.startup.platforms.cpu import ON_CPU
+from tgis.shard.startup.prepare import prepare
 
 KINDS = {"model.embed_tokens.weight": Type.Q8_0, "model.layers.1.mlp.up_proj.weight": Type.IQ2_XS}
 EMBEDDING, LAYERS, WIDENED = 99 * 256, 2 * (4 * 256 * 256 + 3 * 256 * 512), 256 * 512

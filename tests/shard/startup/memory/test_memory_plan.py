@@ -111,35 +111,31 @@ def test_the_cache_is_what_the_room_allows() -> None:
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_read() -> None:
-    group, demand = ProcessGroup(0, 1), Demand(16, 100, 4, None)
+    demand = Demand(16, 100, 4, None)
     needed = 4 * 7 * BLOCK_BYTES
 
-    def budget(left: int, adapter_bytes: int = 0) -> MemoryBudget:
-        return MemoryBudget(left, 0, 1, adapter_bytes=adapter_bytes)
+    def check(left: int, adapter_bytes: int = 0, block_bytes: int = BLOCK_BYTES) -> None:
+        budget = MemoryBudget(left, 0, 1, adapter_bytes=adapter_bytes)
+        check_fit(demand, block_bytes, budget, 3 * GIB, "bfloat16")
 
-    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(3 * GIB + needed))
+    check(3 * GIB + needed)
     with pytest.raises(ModelTooLargeError) as error:
-        check_fit(SPEC, group, torch.bfloat16, demand, 3 * GIB, budget(2 * GIB))
+        check(2 * GIB)
     assert str(error.value) == (
         "the model does not fit: its weights take 3.00 GiB as bfloat16, but only 2.00 GiB of memory are free"
     )
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
-        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(3 * GIB + needed - 1))
-    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(4 * GIB + needed, adapter_bytes=GIB))
+        check(3 * GIB + needed - 1)
+    check(4 * GIB + needed, adapter_bytes=GIB)
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
-        check_fit(
-            SPEC, group, torch.float32, demand, 3 * GIB, budget(4 * GIB + needed - 1, adapter_bytes=GIB)
-        )
-    with_drafts = {"draft_bytes": BLOCK_BYTES}  # a speculator's cache is as large as the model's
-    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(3 * GIB + 2 * needed), **with_drafts)
+        check(4 * GIB + needed - 1, adapter_bytes=GIB)
+    check(3 * GIB + 2 * needed, block_bytes=2 * BLOCK_BYTES)
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
-        check_fit(
-            SPEC, group, torch.float32, demand, 3 * GIB, budget(3 * GIB + 2 * needed - 1), **with_drafts
-        )
+        check(3 * GIB + 2 * needed - 1, block_bytes=2 * BLOCK_BYTES)
     with pytest.raises(
         ModelTooLargeError, match=r"weights soft prompts and adapters may take 1\.00 GiB, but only 0"
     ):
-        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(7 * GIB // 2, adapter_bytes=GIB))
+        check(7 * GIB // 2, adapter_bytes=GIB)
 
 
 def test_the_largest_step_must_fit() -> None:

@@ -22,8 +22,9 @@ from tgis.shard.kernels.cpu.codes.product import CodeProduct
 from tgis.shard.kernels.cpu.codes.tiles import kernels as tiles
 from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.quant.schemes import int4
-from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup.load import load
 from tgis.shard.startup.platforms.cpu import ON_CPU
+from tgis.shard.startup.prepare import prepare
 
 
 @pytest.fixture(scope="module")

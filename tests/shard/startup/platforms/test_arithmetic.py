@@ -32,10 +32,13 @@ from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import engine_choice
-from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup.load import load
 from tgis.shard.startup.platforms.cpu import ON_CPU, has_fast_bfloat16, on_cpu
 from tgis.shard.startup.platforms.host_runner import HostRunners
+from tgis.shard.startup.platforms.requirements import CpuProducts
+from tgis.shard.startup.prepare import prepare
 from tgis.shard.startup.quantize import check as quantize_check
+from tgis.shard.startup.shard_info import describe_shard
 
 TOLERANCE = 0.01  # mean difference of log-probabilities for models this small and random
 SAID = "matrix products and attention multiply in bfloat16 and accumulate in float32"
@@ -47,7 +50,7 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
 
 
 def load_rounded(directory: Path) -> Decoder:
-    settings, on = stepping.read_config(directory), on_cpu(arithmetic="bfloat16")
+    settings, on = stepping.read_config(directory), on_cpu(CpuProducts("bfloat16"))
     model = registry.load(directory, settings, stepping.ALONE, torch.float32, on.kernels)
     assert isinstance(model, Decoder)
     return model
@@ -123,7 +126,7 @@ def test_replaced_kernels_are_reported(model_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(self_check, "is_exact", lambda pack: False)
     monkeypatch.setattr(kernels, "MULTIPLY_PAIRS", object())
     plan = prepare(configure(model_path, cpu_arithmetic="bfloat16", cpu_amx="off"))
-    assert list(plan.describe_shard().replaced_kernels) == ["multiply_pairs"]
+    assert list(describe_shard(plan).replaced_kernels) == ["multiply_pairs"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -132,7 +135,7 @@ def test_rounding_is_reported_where_there_is_any(
 ) -> None:
     write_llama(tmp_path, dtype=dtype)
     with caplog.at_level(logging.INFO):
-        info = prepare(configure(tmp_path, cpu_arithmetic="bfloat16")).describe_shard()
+        info = describe_shard(prepare(configure(tmp_path, cpu_arithmetic="bfloat16")))
         assert prepare(configure(tmp_path)).on is ON_CPU
     assert caplog.messages.count(SAID) == 1
     assert info.weight_dtype == "bfloat16"
@@ -157,7 +160,7 @@ def test_a_cache_of_8_bits_stays_one(model_path: Path) -> None:
 def test_memory_is_that_of_bfloat16(model_path: Path) -> None:
     settings = stepping.read_config(model_path)
     choice = engine_choice.choose(model_path, settings, None, 1, trust_remote_code=False)
-    config, on = configure(model_path), on_cpu(arithmetic="bfloat16")
+    config, on = configure(model_path), on_cpu(CpuProducts("bfloat16"))
 
     def count_bytes(dtype: torch.dtype) -> int:
         return quantize_check.count_bytes(config, settings, choice, on, dtype)

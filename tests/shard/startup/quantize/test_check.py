@@ -25,6 +25,7 @@ from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.quant.registry import find_scheme
+from tgis.shard.quant.rounding import Rounding
 from tgis.shard.startup import engine_choice
 from tgis.shard.startup.load import load
 from tgis.shard.startup.platforms.cpu import ON_CPU
@@ -40,9 +41,8 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
 
 
 def quantized(directory: Path, group: ProcessGroup = stepping.ALONE) -> Decoder:
-    model = registry.load(
-        directory, stepping.read_config(directory), group, torch.float32, scheme=find_scheme("int8")
-    )
+    config, rounding = stepping.read_config(directory), Rounding(find_scheme("int8"))
+    model = registry.load(directory, config, group, torch.float32, rounding=rounding)
     assert isinstance(model, Decoder)
     return model
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -76,31 +77,37 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class StepGraphs:
-    """Captured steps by size. `make_parts` returns the parts of a step of a given size; `memory_left` returns
-    the free bytes of the device as its driver counts them. With `has_drafts`, the sampling after drafts is
-    captured, too, and with `proposals` those of a speculator.
+@dataclass(frozen=True)
+class CaptureLimits:
+    """Limits of captures: memory, time, and the captures of other ranks. All ranks must have the same graphs,
+    because graphs contain collectives."""
 
-    All ranks must have the same graphs, because graphs contain collectives. `agree` returns the smallest of
-    the ranks' values. `simplify` launches kernels from now on without what a capture may refuse, and returns
-    False if they were launched so already. A capture is repeated if any rank did."""
+    memory_left: Callable[[], int]
+    """Function that returns the free bytes of the device as its driver counts them."""
+    agree: Callable[[int], int] = lambda value: value
+    """Function that returns the smallest of the ranks' values."""
+    clock: Callable[[], float] = time.monotonic
+
+
+class StepGraphs:
+    """Captured steps by size. `make_parts` returns the parts of a step of a given size. With `has_drafts`,
+    the sampling after drafts is captured, too, and with `proposals` those of a speculator.
+
+    `simplify` launches kernels from now on without what a capture may refuse, and returns False if they were
+    launched so already. A capture is repeated if any rank did."""
 
     def __init__(
         self,
         stream: DeviceStream,
         make_parts: Callable[[GraphSize], StepParts],
-        memory_left: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-        agree: Callable[[int], int] = lambda value: value,
+        limits: CaptureLimits,
         has_drafts: bool = False,
         proposals: OtherGraphs | None = None,
         simplify: Callable[[], bool] = lambda: False,
     ):
         self._stream = stream
         self._make_parts = make_parts
-        self._memory_left = memory_left
-        self._agree = agree
-        self._clock = clock
+        self._limits = limits
         self._has_drafts = has_drafts
         self._proposals = proposals
         self._simplify = simplify
@@ -133,7 +140,7 @@ class StepGraphs:
         10 seconds for prompts, 30 seconds without adapters, and 45 seconds in all; steps of the remaining
         sizes use a larger graph. If one size cannot be captured, its whole kind is dropped. Raises device
         errors other than out of memory."""
-        began = self._clock()
+        began = self._limits.clock()
         missing = set(sizes) - set(self._steps)
         with _no_garbage_collection():
             for has_adapters, has_prompts, limit in (
@@ -151,16 +158,16 @@ class StepGraphs:
         self._steps = dict(sorted(self._steps.items(), key=lambda item: item[0].num_tokens))
 
     def _capture_kind(self, sizes: Sequence[GraphSize], end: float) -> None:
-        began = self._clock()
-        before = self._memory_left()
+        began = self._limits.clock()
+        before = self._limits.memory_left()
         for done, size in enumerate(sizes):
-            if not self._agree(self._clock() < end):
-                used = before - self._memory_left()
+            if not self._limits.agree(self._limits.clock() < end):
+                used = before - self._limits.memory_left()
                 logger.warning(
                     "steps of %s and fewer use larger CUDA graphs: %d graphs took %.0f s and %.0f MiB",
                     size,
                     done,
-                    self._clock() - began,
+                    self._limits.clock() - began,
                     used / 2**20,
                 )
                 break
@@ -176,14 +183,14 @@ class StepGraphs:
     def _add(self, size: GraphSize) -> bool:
         """Capture a step. Log a warning and return False if no further step of its kind can be captured."""
         step, outcome, reason = self._try(size)
-        agreed = self._agree(outcome)
+        agreed = self._limits.agree(outcome)
         if agreed < outcome:
             reason = "another rank cannot capture them"
         if agreed == _Outcome.CAPTURED:
             assert step is not None
             self._steps[size] = step
             return True
-        if agreed == _Outcome.FAILED and -self._agree(-int(self._simplify())):
+        if agreed == _Outcome.FAILED and -self._limits.agree(-int(self._simplify())):
             logger.warning(
                 "kernels start one by one, because steps of %s cannot be captured otherwise: %s", size, reason
             )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.kernels.cuda.functions import dependent_launch
 from tgis.shard.kernels.cuda.step_state import MAX_TOPS, DeviceDetails, StagedStep
 from tgis.shard.layers.lora import Adapter, TokenAdapters
@@ -28,21 +27,21 @@ from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSt
 from tgis.shard.runner.device.device_table import SampledRows
 from tgis.shard.runner.device.drafts.captured_speculator import CapturedSpeculator
 from tgis.shard.runner.device.drafts.followed_steps import FollowedStates, FollowedStep, FollowedSteps
-from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
+from tgis.shard.runner.device.graphs import CapturedStep, CaptureLimits, StepGraphs, StepParts
 from tgis.shard.runner.device.masks import MaskUploads
-from tgis.shard.runner.device.pending_step import Clock, PendingStep
+from tgis.shard.runner.device.pending_step import Clock, CopiedAnswers, PendingStep, StepTiming
 from tgis.shard.runner.device.step_packer import NO_WORDS, StagedArrays, StagedSize, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream, StreamTimer
 from tgis.shard.runner.device.uploads import NUM_SLOTS, PinnedRing, Uploads, Words, copy_numbers
 from tgis.shard.runner.forward import Outputs
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.host_sampler import HostSampler
-from tgis.shard.runner.interface import Pending
+from tgis.shard.runner.interface import Pending, RunnerParts
 from tgis.shard.runner.model_runner import ComputedStep, close_and_open, list_saves, open_states
 from tgis.shard.runner.proposer import FollowingProposer
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Problem, report_problem
-from tgis.shard.sampling.grammar import DraftMasks, Guides
+from tgis.shard.sampling.grammar import DraftMasks
 from tgis.shard.sampling.watermark import pack_green
 
 STAGED_WORDS = 1 << 16  # initial size of an upload slot; a larger upload allocates a larger slot
@@ -66,36 +65,32 @@ class QueuedStep(NamedTuple):
 class DeviceModelRunner:
     """`ModelRunner` that queues a step when it is launched, unless the host must sample in it.
 
-    Everything except waiting for answers runs on the launching thread. `memory_left` and `agree` are passed
-    to `StepGraphs`."""
+    Everything except waiting for answers runs on the launching thread."""
 
     max_pending = 2
 
     def __init__(
         self,
+        parts: RunnerParts,
         on: DeviceModel,
         stream: DeviceStream,
         builder: BatchBuilder,
         packer: StepPacker,
-        guides: Guides,
-        info: pb.InfoResponse,
-        adapters: LoadedAdapters,
         memory_left: Callable[[], int],
-        agree: Callable[[int], int],
-        has_drafts: bool = False,
         speculator: FollowingProposer | None = None,
     ) -> None:
-        """Create a runner. `speculator` is the proposer of the builder."""
-        self.info = info
-        self.adapters = adapters
+        """Create a runner. `memory_left` returns the free bytes of the device, and `speculator` is the
+        proposer of the builder."""
+        self.info = parts.info
+        self.adapters = parts.adapters
         self.model = on.model
         self._on = on
         self._stream = stream
         self._table = packer.table
         self._builder = builder
         self._packer = packer
-        self._guides = guides
-        guides.unpacks_masks = False
+        self._guides = parts.guides
+        self._guides.unpacks_masks = False
         max_rows = on.state.idle_row
         self._uploads = Uploads(stream, STAGED_WORDS)
         self._masks = MaskUploads(stream, on.state)
@@ -108,16 +103,15 @@ class DeviceModelRunner:
         self.graphs = StepGraphs(
             stream,
             self._make_parts,
-            memory_left,
-            agree=agree,
-            has_drafts=has_drafts,
+            CaptureLimits(memory_left, parts.group.min),
+            has_drafts=parts.has_drafts,
             proposals=proposals,
             simplify=partial(dependent_launch.stop, stream.device),
         )
         self._followed = None if speculator is None else FollowedSteps(speculator, self._table, stream)
-        self._is_answering = info.rank == 0
+        self._is_answering = self.info.rank == 0
         self._inputs = PromptDetails(on, self._table, self._uploads, stream, self._is_answering)
-        self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)
+        self._sampler = HostSampler(self.model, self._compute, self._table, self._guides, self._is_answering)
         self._launched = deque[PendingStep]()  # steps whose answers have not been applied to the table
         self._clock = Clock()
 
@@ -359,11 +353,16 @@ class DeviceModelRunner:
             details = self._details.queue(inputs, sampled.rows, described)
         event = slot.last_use = self._stream.record()
         self._table.plan_tokens(sampled.first_rows)
-        copied = step.sampled_at, slot, event, self._clock, details
         timers = self._take_timers()
-        began_ns = launched_ns if timers or has_proposed else None
+        began_ns = launched_ns if timers or has_proposed else time.perf_counter_ns()
         pending = PendingStep(
-            response, self._is_answering, sampled, *copied, followed, work.num_proposed, began_ns, timers
+            response,
+            self._is_answering,
+            CopiedAnswers(sampled, step.sampled_at, slot, event),
+            StepTiming(self._clock, began_ns, timers),
+            details=details,
+            followed=followed,
+            num_proposed=work.num_proposed,
         )
         self._launched.append(pending)
         return pending

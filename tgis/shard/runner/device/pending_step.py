@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +26,36 @@ class Clock:
         self.last_ns = 0
 
 
+class CopiedAnswers(NamedTuple):
+    """Answers of a step, int32 [n, 2] as `sample` writes them, which the device copies to a pinned slot."""
+
+    sampled: SampledRows
+    at: Integers  # [num_sampled], indices of the rows' answers
+    slot: PinnedSlot
+    event: Event  # after the copy
+
+    def wait(self) -> Words:
+        """Wait until the device has computed the step. Return the rows' answers, [num_sampled, 2]."""
+        self.event.wait()
+        return self.slot.memory.numpy().reshape(-1, 2)[self.at]  # a copy, because the slot is reused
+
+
+class StepTiming(NamedTuple):
+    clock: Clock
+    began_ns: int
+    timers: Sequence[StreamTimer]
+    """Timers of the work by which a speculator followed earlier steps while this one was launched."""
+
+    def write(self, response: pb.StepResponse) -> None:
+        """Write the durations of the step, which has just finished."""
+        now = time.perf_counter_ns()
+        response.forward_ns = now - max(self.began_ns, self.clock.last_ns)
+        self.clock.last_ns = now
+        response.follow_ns = sum(timer.read_ns() for timer in self.timers)
+
+
 class PendingStep:
-    """`Pending` step. The device copies its answers, int32 [n, 2] as `sample` writes them, to a pinned slot.
+    """`Pending` step.
 
     The first thread that needs the answers finishes the step: the answering thread, or the launching thread
     if a later step depends on them."""
@@ -35,33 +64,22 @@ class PendingStep:
         self,
         response: pb.StepResponse,
         is_answering: bool,
-        sampled: SampledRows,
-        at: Integers,
-        slot: PinnedSlot,
-        event: Event,
-        clock: Clock,
-        details: PendingDetails | None = None,
-        followed: FollowedStep | None = None,
-        num_proposed: Mapping[int, int] = {},
-        began_ns: int | None = None,
-        timers: Sequence[StreamTimer] = (),
+        copied: CopiedAnswers,
+        timing: StepTiming,
+        details: PendingDetails | None,
+        followed: FollowedStep | None,
+        num_proposed: Mapping[int, int],
     ):
-        """Create a step whose rows have their answers at the indices `at` [num_sampled]. `details` are those
-        that the response reports. `followed` has the work that a speculator follows, and `num_proposed` the
-        number of drafts that the shard proposed, by row. The step began at `began_ns`, by default now.
-        `timers` measure the work by which a speculator followed earlier steps while this one was launched."""
-        self.sampled = sampled
+        """Create a step. `details` are those that the response reports. `followed` has the work that a
+        speculator follows, and `num_proposed` the number of drafts that the shard proposed, by row."""
+        self.sampled = copied.sampled
         self.followed = followed
         self._num_proposed = num_proposed
         self._response = response
         self._is_answering = is_answering
-        self._at = at
-        self._slot = slot
-        self._event = event
-        self._clock = clock
+        self._copied = copied
+        self._timing = timing
         self._details = details
-        self._began_ns = time.perf_counter_ns() if began_ns is None else began_ns
-        self._timers = timers
         self._lock = threading.Lock()
         self._answers: Words | None = None
 
@@ -82,19 +100,11 @@ class PendingStep:
         """Wait until the device has computed the step. Return the rows' answers, [num_sampled, 2]."""
         with self._lock:
             if self._answers is None:
-                self._event.wait()
-                self._measure()
-                copied = self._slot.memory.numpy().reshape(-1, 2)
-                answers = copied[self._at]  # a copy, because the slot is reused
+                answers = self._copied.wait()
+                self._timing.write(self._response)
                 self._write(answers)
                 self._answers = answers
             return self._answers
-
-    def _measure(self) -> None:
-        now = time.perf_counter_ns()
-        self._response.forward_ns = now - max(self._began_ns, self._clock.last_ns)
-        self._clock.last_ns = now
-        self._response.follow_ns = sum(timer.read_ns() for timer in self._timers)
 
     def _write(self, answers: Words) -> None:
         if self._details is not None:
@@ -119,6 +129,6 @@ class PendingStep:
         for number in range(num_rounds):
             kept = np.flatnonzero(is_sampled & (numbers == number))
             token_ids, flags = answers[kept].T
-            details = self._details and self._details.describe(kept, self._at)
+            details = self._details and self._details.describe(kept, self._copied.at)
             ended = (flags & Flag.ENDED) != 0
             yield SampledTokens(kept, self.sampled.rows[kept], token_ids, ended, details, [])

@@ -1,18 +1,8 @@
 """Plans memory: checks that the model fits, and computes the number of KV cache blocks."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from tgis.errors import OperatorError
-from tgis.shard.collectives import ProcessGroup
-from tgis.shard.memory.kv_cache import (
-    AttentionShape,
-    CacheScale,
-    bytes_per_block,
-)
-from tgis.shard.memory.layered_cache import AnyCache, allocate_cache
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -84,30 +74,18 @@ class MemoryBudget:
         return int(max(0, self.left - self.taken) * self.cache_fraction) // self.num_ranks
 
 
-def check_fit(
-    shape: AttentionShape,
-    group: ProcessGroup,
-    dtype: torch.dtype,
-    demand: Demand,
-    weights: int,
-    budget: MemoryBudget,
-    weight_type: str | None = None,
-    draft_bytes: int = 0,
-) -> None:
-    """Check that the model fits into this machine's budget, which does not include steps yet.
+def check_fit(demand: Demand, block_bytes: int, budget: MemoryBudget, weights: int, type_name: str) -> None:
+    """Check that the model fits into this machine's budget, which does not include steps yet. `weights` is
+    the total size of the weights of this machine's ranks, and `type_name` their type.
 
-    `weights` is the total size of the weights of this machine's ranks. Their type is `weight_type`, or the
-    cache's type `dtype` if that is None. A block takes `draft_bytes` more for a speculator. Raises
-    ModelTooLargeError or CacheTooSmallError."""
+    Raises ModelTooLargeError or CacheTooSmallError."""
     if weights > budget.left:
-        type_name = weight_type or str(dtype).removeprefix("torch.")
         raise ModelTooLargeError(
             f"the model does not fit: its weights take {weights / GIB:.2f} GiB as {type_name}, but only "
             f"{budget.left / GIB:.2f} GiB of memory are free"
         )
     budget = replace(budget, left=budget.left - weights)
     check_budget(budget)
-    block_bytes = bytes_per_block(shape, group, demand.block_size, dtype) + draft_bytes
     check_blocks(demand, count_blocks(demand, block_bytes, budget.share), block_bytes, budget)
 
 
@@ -142,17 +120,6 @@ def plan_blocks(demand: Demand, block_bytes: int, budget: MemoryBudget) -> int:
     num_blocks = count_blocks(demand, block_bytes, budget.share)
     check_blocks(demand, num_blocks, block_bytes, budget)
     return num_blocks
-
-
-def allocate(
-    shape: AttentionShape,
-    group: ProcessGroup,
-    dtype: torch.dtype,
-    block_size: int,
-    num_blocks: int,
-    scales: Sequence[CacheScale] = (),
-) -> AnyCache:
-    return allocate_cache(shape, group, num_blocks, block_size, dtype, group.device, scales)
 
 
 def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:

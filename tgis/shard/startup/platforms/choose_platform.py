@@ -6,11 +6,9 @@ from pathlib import Path
 import torch
 
 from tgis.process.gpus import has_gpus
-from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.collectives import CPU
-from tgis.shard.models.interface import ModelSpec
-from tgis.shard.speculators.registry import DraftShape
 from tgis.shard.startup.platforms.interface import DeviceError, Platform
+from tgis.shard.startup.platforms.requirements import FLOAT32_PRODUCTS, CheckedModel, CpuProducts
 
 logger = logging.getLogger(__name__)
 
@@ -64,37 +62,20 @@ def make_platform(
     device: torch.device,
     kernel_cache: Path | None = None,
     memory_fraction: float | None = None,
-    dtype: torch.dtype | None = None,
-    cpu_arithmetic: str = "float32",
-    rounds_activations: bool = False,
-    may_use_amx: bool = False,
-    spec: ModelSpec | None = None,
-    num_ranks: int = 1,
-    multiplies_int8: bool = False,
-    multiplies_codes: bool = False,
-    multiplies_rounded: bool = False,
-    layout: CodeLayout | None = None,
-    cache_type: torch.dtype | None = None,
-    draft: DraftShape | None = None,
+    model: CheckedModel | None = None,
+    products: CpuProducts = FLOAT32_PRODUCTS,
 ) -> Platform:
     """Return the platform of a device. Compiled code is stored in `kernel_cache` if there is no better
-    directory. The process may use `memory_fraction` of a GPU's memory. A GPU's kernels are checked for
-    weights of `dtype` (None: the 16-bit types), for codes of `layout`, for a cache of `cache_type` (None: the
-    weights' type), for a rank's share of the model `spec`, and for a speculator of the shape `draft`. A CPU's
-    matrix products use `cpu_arithmetic`; products with codes round activations if `rounds_activations` is
-    set, and AMX is used if it is available and `may_use_amx` is set, in int8 products if the model
-    `multiplies_int8`, in products with other codes if it `multiplies_codes`, and in those that round
-    activations if it `multiplies_rounded` ones. Raises DeviceError."""
+    directory. The process may use `memory_fraction` of a GPU's memory, whose kernels are checked for a
+    `model`; a CPU computes `products`. Raises DeviceError."""
     if device.type == "cuda":
         from tgis.shard.startup.platforms.cuda import on_cuda
 
-        assert spec is not None, "GPU kernels are compiled for a model"
-        weights = dtype, spec, num_ranks, layout, cache_type, draft
-        return on_cuda(device, kernel_cache, memory_fraction, *weights)
+        assert model is not None, "GPU kernels are compiled for a model"
+        return on_cuda(device, model, kernel_cache, memory_fraction)
     from tgis.shard.startup.platforms.cpu import on_cpu
 
-    multiplies = (multiplies_int8, multiplies_codes, multiplies_rounded)
-    return on_cpu(kernel_cache, cpu_arithmetic, rounds_activations, may_use_amx, *multiplies)
+    return on_cpu(products, kernel_cache)
 
 
 def _explain() -> str:

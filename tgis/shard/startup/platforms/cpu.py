@@ -23,6 +23,7 @@ from tgis.shard.kernels.cpu.shared_memory.collectives import open_collectives
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.startup.platforms.host_runner import HostRunners
 from tgis.shard.startup.platforms.interface import KernelCompiler, Platform
+from tgis.shard.startup.platforms.requirements import FLOAT32_PRODUCTS, CpuProducts
 
 logger = logging.getLogger(__name__)
 
@@ -38,34 +39,24 @@ ON_CPU = Platform(
 )
 
 
-def on_cpu(
-    kernel_cache: Path | None = None,
-    arithmetic: str = "float32",
-    rounds_activations: bool = False,
-    may_use_amx: bool = False,
-    multiplies_int8: bool = False,
-    multiplies_codes: bool = False,
-    multiplies_rounded: bool = False,
-) -> Platform:
-    """Return the platform whose matrix products and attention use this arithmetic. Products with codes can
-    round activations, and products can use AMX. The kernels of int8 products are checked only if the model
-    `multiplies_int8`, those of other codes if it `multiplies_codes`, and those of other codes and rounded
-    activations if it `multiplies_rounded` ones. Compiled code is stored in `kernel_cache` if there is no
-    better directory."""
+def on_cpu(products: CpuProducts = FLOAT32_PRODUCTS, kernel_cache: Path | None = None) -> Platform:
+    """Return the platform that computes these products. Only their kernels are checked. Attention uses the
+    same arithmetic. Compiled code is stored in `kernel_cache` if there is no better directory."""
     if kernel_cache is not None:
         add_run_directory(kernel_cache)
-    rounds_activations = rounds_activations and _can_round()
-    has_tiles = may_use_amx and permission.may_use_tiles()
-    if arithmetic == "float32" and not rounds_activations and not multiplies_int8:
+    rounds_activations = products.rounds_activations and _can_round()
+    has_tiles = products.may_use_amx and permission.may_use_tiles()
+    if products.arithmetic == "float32" and not products.multiplies_int8:
         return ON_CPU
-    int8 = int8_check.choose_kernel(has_tiles and multiplies_int8)
-    rounded = code_check.choose_rounded_kernels(has_tiles and multiplies_rounded and rounds_activations)
-    if arithmetic == "float32":
+    int8 = int8_check.choose_kernel(has_tiles and products.multiplies_int8)
+    rounds_codes = products.multiplies_rounded and rounds_activations
+    rounded = code_check.choose_rounded_kernels(has_tiles and rounds_codes)
+    if products.arithmetic == "float32":
         kernels = CpuKernels(rounds_activations, int8.kernel, rounded.by_kind)
         return replace(ON_CPU, kernels=kernels, replaced_kernels=(*int8.replaced, *rounded.replaced))
-    assert arithmetic == "bfloat16"
+    assert products.arithmetic == "bfloat16"
     packer = self_check.choose_packer(has_tiles)
-    codes = code_check.choose_tile_kernels(has_tiles and multiplies_codes)
+    codes = code_check.choose_tile_kernels(has_tiles and products.multiplies_codes)
     attention = choose_attention(
         multiplies_pairs=self_check.REPLACED not in packer.replaced, has_tiles=has_tiles
     )

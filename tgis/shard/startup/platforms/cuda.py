@@ -18,52 +18,36 @@ from tgis.shard.kernels.cuda.kernel_cache import is_compiling, use_cache
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.kernels.cuda.step_state import STATE_CHUNK
 from tgis.shard.memory.cuda import CudaMemory
-from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import ModelSpec
 from tgis.shard.models.parts.states import find_state_shape
 from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec, LayerSpec
 from tgis.shard.models.whole_model import WholeModelSpec
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.cuda_stream import CudaStream
-from tgis.shard.runner.device.drafts.build import DeviceSpeculator, DraftPages
 from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.graph_sizes import GraphSize, add_adapter_sizes, graph_sizes
-from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.runner.interface import ModelRunner, RunnerParts
 from tgis.shard.speculators.registry import DraftShape
 from tgis.shard.startup.platforms.gpu.capture_probe import find_rank_obstacle
 from tgis.shard.startup.platforms.gpu.dependent_launches import check_dependent_launches
 from tgis.shard.startup.platforms.gpu.timing import time_captured
-from tgis.shard.startup.platforms.interface import (
-    DeviceError,
-    DraftParts,
-    KernelCompiler,
-    Platform,
-    RunnerParts,
-)
+from tgis.shard.startup.platforms.interface import DeviceError, KernelCompiler, Platform
+from tgis.shard.startup.platforms.requirements import CheckedModel
 
 logger = logging.getLogger(__name__)
 
 
 def on_cuda(
-    device: torch.device,
-    kernel_cache: Path | None,
-    memory_fraction: float | None,
-    dtype: torch.dtype | None,
-    spec: ModelSpec,
-    num_ranks: int,
-    layout: CodeLayout | None = None,
-    cache_type: torch.dtype | None = None,
-    draft: DraftShape | None = None,
+    device: torch.device, model: CheckedModel, kernel_cache: Path | None, memory_fraction: float | None
 ) -> Platform:
-    """Return the platform of a GPU for a rank's share of a model, whose weights may have codes of this
-    `layout`, whose cache may have a type of its own, and which may have a speculator of the shape `draft`.
-    The GPU becomes torch's current device. Raises DeviceError."""
+    """Return the platform of a GPU for a rank's share of a model. The GPU becomes torch's current device.
+    Raises DeviceError."""
     memory = _open(device, memory_fraction)
     use_cache(kernel_cache)
     configure_products()
-    dtypes = DTYPES if dtype is None else (dtype,)
-    sizes = find_sizes(spec, num_ranks, layout, cache_type)
-    draft_sizes = None if draft is None else find_draft_sizes(draft, sizes)
+    dtypes = DTYPES if model.dtype is None else (model.dtype,)
+    sizes = find_sizes(model.spec, model.num_ranks, model.layout, model.cache_type)
+    draft_sizes = None if model.draft is None else find_draft_sizes(model.draft, sizes)
     implementations = choose_implementations(device, dtypes, sizes, draft_sizes)
     stream = CudaStream(device)
     check_dependent_launches(stream, implementations)
@@ -202,30 +186,4 @@ def _open(device: torch.device, memory_fraction: float | None) -> CudaMemory:
 def make_runner(
     implementations: Implementations, stream: DeviceStream, on: Platform, parts: RunnerParts
 ) -> ModelRunner:
-    # `engine_choice.find_gpu_obstacle` names these models.
-    assert isinstance(parts.cache, KVCache), "models whose layers differ run on the CPU"
-    return make_device_runner(
-        model=parts.model,
-        cache=parts.cache,
-        kernels=implementations,
-        stream=stream,
-        limits=parts.limits,
-        max_rows=parts.max_rows,
-        guides=parts.guides,
-        info=parts.info,
-        adapters=parts.adapters,
-        memory_left=on.memory.memory_left,
-        agree=parts.group.min,
-        states=parts.states,
-        has_adapters=parts.has_adapters,
-        has_drafts=parts.has_drafts,
-        speculator=_find_speculator(parts),
-    )
-
-
-def _find_speculator(parts: RunnerParts) -> DeviceSpeculator | None:
-    speculator = parts.speculator
-    if not isinstance(speculator, DraftParts):
-        return None if speculator is None else DeviceSpeculator(speculator, None)
-    assert isinstance(speculator.cache, KVCache), "draft models whose layers differ run on the CPU"
-    return DeviceSpeculator(speculator.draft, DraftPages(speculator.cache, speculator.max_step_tokens))
+    return make_device_runner(parts, implementations, stream, on.memory.memory_left)

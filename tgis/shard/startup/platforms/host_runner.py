@@ -9,6 +9,7 @@ from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import NO_TAPS, Model, SpeculativeModel, Taps
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward
+from tgis.shard.runner.interface import DraftParts, RunnerParts
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.proposer import FollowingProposer
 from tgis.shard.runner.proposers.draft_head import DraftHeadProposer
@@ -18,7 +19,7 @@ from tgis.shard.runner.proposers.speculator import SpeculatorProposer
 from tgis.shard.runner.row_table import RowTable
 from tgis.shard.speculators.draft_head import DraftHead
 from tgis.shard.speculators.interface import StageRunner, run_stage
-from tgis.shard.startup.platforms.interface import DraftParts, Platform, RunnerParts
+from tgis.shard.startup.platforms.interface import Platform
 
 
 @dataclass(frozen=True)

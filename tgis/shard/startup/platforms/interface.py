@@ -11,20 +11,10 @@ from typing import Protocol
 import torch
 
 from tgis.errors import OperatorError
-from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.collectives import OpenLocal, ProcessGroup
 from tgis.shard.layers.ops import Kernels
-from tgis.shard.memory.layered_cache import AnyCache
-from tgis.shard.memory.state_cache import StateCache
-from tgis.shard.models.interface import Model
 from tgis.shard.runner.graph_sizes import GraphSize
-from tgis.shard.runner.interface import ModelRunner
-from tgis.shard.runner.row_table import RowLimits
-from tgis.shard.sampling.grammar import Guides
-from tgis.shard.speculators.draft_head import DraftHead
-from tgis.shard.speculators.draft_model import DraftModel
-from tgis.shard.speculators.interface import Speculator
+from tgis.shard.runner.interface import ModelRunner, RunnerParts
 
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -67,34 +57,6 @@ class KernelCompiler:
     """Function that returns True while a kernel is being compiled. Any thread may call it."""
     finish: Callable[[], None]
     """Function that logs the number of compiled kernels."""
-
-
-@dataclass(frozen=True)
-class DraftParts:
-    """Draft model or head with its cache, which has the served model's blocks."""
-
-    draft: DraftModel | DraftHead
-    cache: AnyCache
-    max_step_tokens: int
-
-
-@dataclass(frozen=True)
-class RunnerParts:
-    """Parts of a model runner other than its platform."""
-
-    model: Model
-    cache: AnyCache
-    states: StateCache | None  # of a model with recurrent layers
-    guides: Guides
-    adapters: LoadedAdapters
-    info: pb.InfoResponse
-    limits: RowLimits
-    max_rows: int
-    can_capture: bool  # the model's steps can be captured
-    group: ProcessGroup
-    has_drafts: bool  # the router may propose drafts
-    speculator: Speculator | DraftParts | None = None
-    has_adapters: bool = False  # LoRA adapters may be loaded
 
 
 @dataclass(frozen=True)

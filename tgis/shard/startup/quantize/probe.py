@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,9 @@ from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models.interface import ModelSpec
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.models.streamed import score_prompt
-from tgis.shard.quant.importance import NO_IMPORTANCE, Importance, choose_importance
+from tgis.shard.quant.importance import choose_importance
 from tgis.shard.quant.registry import find_scheme
-from tgis.shard.quant.smoothing import NO_FACTORS, Factors
+from tgis.shard.quant.rounding import NO_INPUTS, InputFigures
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.memory.memory_plan import GIB
 from tgis.shard.startup.quantize.smoothing import find_factors, list_readers
@@ -54,16 +54,6 @@ USUAL = {
 """Maximum usual mean difference of the probe's log-probabilities, in nats, by scheme: twice that of
 SmolLM2-135M-Instruct. Larger models usually lose less."""
 _USUAL_OF_ACTIVATIONS, _USUAL_OF_CACHE = 0.1, 0.15  # added for 8-bit activations and an 8-bit cache
-
-
-class InputFigures(NamedTuple):
-    """Figures that the inputs of linear layers determine."""
-
-    factors: Factors = NO_FACTORS  # that smooth activations; none if the model's activations are not rounded
-    importance: Importance = NO_IMPORTANCE  # of columns; none if no search needs it
-
-
-NO_INPUTS = InputFigures()
 
 
 @dataclass(frozen=True)
