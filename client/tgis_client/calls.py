@@ -26,6 +26,7 @@ from tgis_client.pb import generation_pb2 as pb
 from tgis_client.results import NO_REPORT, Generation, ModelInfo, Tokenization, join
 from tgis_client.retries import NO_RETRIES, Attempts, Failure, RetryPolicy
 from tgis_client.service_config import ServiceConfig
+from tgis_client.targets import DEFAULT_TARGET, read_target
 
 R = TypeVar("R")
 Pairs = Iterable[tuple[str, str | bytes]]
@@ -37,7 +38,6 @@ HEALTH_TIMEOUT_S = 5.0
 HEALTH_BACKOFF = RetryPolicy(initial_backoff_s=0.1, max_backoff_s=1.0)
 NOT_HEALTHY = (UnavailableError, DeadlineError)
 """Errors of a health check that mean that the service is not there, or not yet."""
-DEFAULT_TARGET = "localhost:8033"
 DEFAULT_PARAMETERS = Parameters()
 
 
@@ -72,6 +72,11 @@ class Settings:
     retry: RetryPolicy | None = None
     service_config: str | None = None
     channel_options: Sequence[tuple[str, Any]] = ()
+
+    @property
+    def address(self) -> str:
+        """The target with its port. Raises SettingsError."""
+        return read_target(self.target)
 
     @property
     def grpc_options(self) -> list[tuple[str, Any]]:

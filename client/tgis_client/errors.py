@@ -2,6 +2,8 @@
 
 import grpc
 
+from tgis_client.explanations import explain, is_too_large
+
 
 class ClientError(Exception):
     """Base class of this package's errors."""
@@ -17,9 +19,10 @@ class CallError(ClientError):
     def __init__(
         self, code: grpc.StatusCode, details: str, retry_after_s: float | None, num_attempts: int
     ) -> None:
-        super().__init__(f"{code.name}: {details or 'no details'}")
+        super().__init__(f"{code.name}: {explain(details)}")
         self.code = code
         self.details = details
+        """Text of the service or of gRPC, without an explanation."""
         self.retry_after_s = retry_after_s
         """Delay that the service asked for before another attempt."""
         self.num_attempts = num_attempts
@@ -27,6 +30,10 @@ class CallError(ClientError):
 
 class InvalidRequestError(CallError):
     """INVALID_ARGUMENT: the service will never accept this request."""
+
+
+class TooLargeError(InvalidRequestError):
+    """RESOURCE_EXHAUSTED: the request has more bytes than the service accepts."""
 
 
 class OverloadedError(CallError):
@@ -57,4 +64,7 @@ _TYPES: dict[grpc.StatusCode, type[CallError]] = {
 def call_error(
     code: grpc.StatusCode, details: str, retry_after_s: float | None, num_attempts: int
 ) -> CallError:
-    return _TYPES.get(code, CallError)(code, details, retry_after_s, num_attempts)
+    kind = _TYPES.get(code, CallError)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and is_too_large(details):
+        kind = TooLargeError
+    return kind(code, details, retry_after_s, num_attempts)
