@@ -18,7 +18,7 @@ from tgis_client.arguments import (
     encode_prompts,
     generation_metadata,
 )
-from tgis_client.connection import BearerToken, Tls
+from tgis_client.connection import DEFAULT_TARGET, BearerToken, Tls, read_target
 from tgis_client.errors import DeadlineError, SettingsError, UnavailableError
 from tgis_client.parameters import Parameters
 from tgis_client.pb import client_pb2 as client_pb
@@ -26,7 +26,6 @@ from tgis_client.pb import generation_pb2 as pb
 from tgis_client.results import NO_REPORT, Generation, ModelInfo, Tokenization, join
 from tgis_client.retries import NO_RETRIES, Attempts, Failure, RetryPolicy
 from tgis_client.service_config import ServiceConfig
-from tgis_client.targets import DEFAULT_TARGET, read_target
 
 R = TypeVar("R")
 Pairs = Iterable[tuple[str, str | bytes]]

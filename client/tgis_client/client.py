@@ -21,11 +21,10 @@ from tgis_client.calls import (
     StreamState,
     serialize,
 )
-from tgis_client.connection import ChannelCache
+from tgis_client.connection import DEFAULT_TARGET, ChannelCache
 from tgis_client.parameters import Parameters
 from tgis_client.results import Generation, ModelInfo, Tokenization
 from tgis_client.retries import read_failure
-from tgis_client.targets import DEFAULT_TARGET
 
 R = TypeVar("R")
 

@@ -14,9 +14,9 @@ from pydantic import ConfigDict, Field
 from tgis_client.arguments import CallArguments
 from tgis_client.async_client import AsyncClient
 from tgis_client.client import Client
+from tgis_client.connection import DEFAULT_TARGET
 from tgis_client.parameters import Parameters
 from tgis_client.results import Generation
-from tgis_client.targets import DEFAULT_TARGET
 
 _NAMES = frozenset(each.name for each in fields(Parameters))
 

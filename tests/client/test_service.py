@@ -23,7 +23,7 @@ from tgis_client import (
     TooLargeError,
     UnavailableError,
 )
-from tgis_client.targets import read_target
+from tgis_client.connection import read_target
 
 PROMPT = "The quick brown fox"
 DETAILS = Parameters(
