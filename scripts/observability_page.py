@@ -52,8 +52,10 @@ With `--json-output` every line of the launcher and its child processes is one J
   `Generate`, `Invocation` and so on) and `model`, the requested name. Its `correlation_id` is the request's id if the
   client sends no `x-correlation-id`. A client's mistake is a WARNING in the API's words; over `fmaas` it is an ERROR, as
   in TGIS. A request that is refused for its JSON or its token, before the service accepts it, is logged in one line,
-  `POST /v1/completions is refused with 400`, with `code` and the invalid `parameter`, or the reason of a 503. Probes
-  and scrapes are not logged.
+  `POST /v1/completions is refused with 400: max_tokens must be an integer, not a string`, with `code` and the invalid
+  `parameter`. Probes and scrapes are not logged.
+- The reason in the line of a refusal is the text that the client receives, except where that text may quote the request:
+  of errors in grammars and of refusals by chat templates, the log shows only the part before the quote.
 - An uncaught Python exception is one object, with the stack trace in `traceback`.
 - Lines that a client without a token can cause are limited to one of each kind per second; `tgi_request_failure` counts
   all events. A traceback from the same place is logged once a minute, with its last 20 frames. The next line has the

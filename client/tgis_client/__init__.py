@@ -11,6 +11,7 @@ from tgis_client.errors import (
     InvalidRequestError,
     OverloadedError,
     SettingsError,
+    TooLargeError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "Tls",
     "Token",
     "Tokenization",
+    "TooLargeError",
     "TopToken",
     "UnauthenticatedError",
     "UnavailableError",

@@ -12,7 +12,6 @@ import grpc.aio
 from tgis_client.arguments import CallArguments, Prompt
 from tgis_client.calls import (
     DEFAULT_PARAMETERS,
-    DEFAULT_TARGET,
     HEALTH_TIMEOUT_S,
     NOT_HEALTHY,
     Call,
@@ -23,7 +22,7 @@ from tgis_client.calls import (
     StreamState,
     serialize,
 )
-from tgis_client.connection import ChannelCache
+from tgis_client.connection import DEFAULT_TARGET, ChannelCache
 from tgis_client.errors import call_error
 from tgis_client.parameters import Parameters
 from tgis_client.results import Generation, ModelInfo, Tokenization
@@ -37,11 +36,12 @@ class AsyncConnections:
 
     def __init__(self, settings: Settings, calls: CallBuilder) -> None:
         self._calls = calls
+        address = settings.address
 
         def open_channel(credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
             if credentials is None:
-                return grpc.aio.insecure_channel(settings.target, settings.grpc_options)
-            return grpc.aio.secure_channel(settings.target, credentials, settings.grpc_options)
+                return grpc.aio.insecure_channel(address, settings.grpc_options)
+            return grpc.aio.secure_channel(address, credentials, settings.grpc_options)
 
         self._channels = ChannelCache(open_channel, settings.tls)
 

@@ -18,7 +18,7 @@ from tgis_client.arguments import (
     encode_prompts,
     generation_metadata,
 )
-from tgis_client.connection import BearerToken, Tls
+from tgis_client.connection import DEFAULT_TARGET, BearerToken, Tls, read_target
 from tgis_client.errors import DeadlineError, SettingsError, UnavailableError
 from tgis_client.parameters import Parameters
 from tgis_client.pb import client_pb2 as client_pb
@@ -37,7 +37,6 @@ HEALTH_TIMEOUT_S = 5.0
 HEALTH_BACKOFF = RetryPolicy(initial_backoff_s=0.1, max_backoff_s=1.0)
 NOT_HEALTHY = (UnavailableError, DeadlineError)
 """Errors of a health check that mean that the service is not there, or not yet."""
-DEFAULT_TARGET = "localhost:8033"
 DEFAULT_PARAMETERS = Parameters()
 
 
@@ -72,6 +71,11 @@ class Settings:
     retry: RetryPolicy | None = None
     service_config: str | None = None
     channel_options: Sequence[tuple[str, Any]] = ()
+
+    @property
+    def address(self) -> str:
+        """The target with its port. Raises SettingsError."""
+        return read_target(self.target)
 
     @property
     def grpc_options(self) -> list[tuple[str, Any]]:

@@ -11,7 +11,6 @@ import grpc
 from tgis_client.arguments import CallArguments, Prompt
 from tgis_client.calls import (
     DEFAULT_PARAMETERS,
-    DEFAULT_TARGET,
     HEALTH_TIMEOUT_S,
     NOT_HEALTHY,
     Call,
@@ -22,7 +21,7 @@ from tgis_client.calls import (
     StreamState,
     serialize,
 )
-from tgis_client.connection import ChannelCache
+from tgis_client.connection import DEFAULT_TARGET, ChannelCache
 from tgis_client.parameters import Parameters
 from tgis_client.results import Generation, ModelInfo, Tokenization
 from tgis_client.retries import read_failure
@@ -35,11 +34,12 @@ class Connections:
 
     def __init__(self, settings: Settings, calls: CallBuilder) -> None:
         self._calls = calls
+        address = settings.address
 
         def open_channel(credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
             if credentials is None:
-                return grpc.insecure_channel(settings.target, settings.grpc_options)
-            return grpc.secure_channel(settings.target, credentials, settings.grpc_options)
+                return grpc.insecure_channel(address, settings.grpc_options)
+            return grpc.secure_channel(address, credentials, settings.grpc_options)
 
         self._channels = ChannelCache(open_channel, settings.tls)
 

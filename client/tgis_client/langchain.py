@@ -13,8 +13,8 @@ from pydantic import ConfigDict, Field
 
 from tgis_client.arguments import CallArguments
 from tgis_client.async_client import AsyncClient
-from tgis_client.calls import DEFAULT_TARGET
 from tgis_client.client import Client
+from tgis_client.connection import DEFAULT_TARGET
 from tgis_client.parameters import Parameters
 from tgis_client.results import Generation
 

@@ -268,8 +268,8 @@ def test_blank_variables() -> None:
 
 EXACT_TEXTS = [
     (["--max-concurrent-requests", "0"], {}, "max_concurrent_requests must be > 0"),
-    (["--max-new-tokens", "0"], {}, "max_new_tokens (0) at least 1"),
-    ([], {"MAX_NEW_TOKENS": "0"}, "max_new_tokens (0) at least 1"),
+    (["--max-new-tokens", "0"], {}, "max_new_tokens (0) must be at least 1"),
+    ([], {"MAX_NEW_TOKENS": "0"}, "max_new_tokens (0) must be at least 1"),
     (
         ["--max-sequence-length", "1"],
         {},

@@ -10,16 +10,20 @@ import pytest
 
 from tests.support.blocking_clients import CLIENTS, OpenClient
 from tests.support.router.messages import batch, stopping
-from tests.support.router.router_process import Setup, start_router, stop_router
+from tests.support.router.router_process import Setup, start_router, stop_router, stop_shards
 from tgis_client import (
     Client,
+    DeadlineError,
     InvalidRequestError,
     OverloadedError,
     Parameters,
     RetryPolicy,
+    SettingsError,
     StopReason,
+    TooLargeError,
     UnavailableError,
 )
+from tgis_client.connection import read_target
 
 PROMPT = "The quick brown fox"
 DETAILS = Parameters(
@@ -104,6 +108,61 @@ def test_the_service_accepts_every_argument(open_client: OpenClient, router: Set
             client.generate("a", Parameters(temperature=-1))
         with pytest.raises(InvalidRequestError, match="tgis-unknown"):
             client.model_info(metadata=[("tgis-unknown", "1")])
+
+
+def test_each_failure_says_what_is_wrong(open_client: OpenClient, router: Setup) -> None:
+    target, once = target_of(router), RetryPolicy(max_attempts=1)
+    with open_client(target) as client:
+        with pytest.raises(TooLargeError, match=r"has 5000\d\d\d bytes, more than the service's limit"):
+            client.generate("a " * 2_500_000)
+        with pytest.raises(TooLargeError, match="the call's metadata are too large: cache_salt"):
+            client.generate("a", cache_salt="x" * 100_000)
+        with pytest.raises(DeadlineError, match="Deadline Exceeded"):
+            client.generate("a", timeout=0)
+    with open_client(f"127.0.0.1:{router.service.http_port}", retry=once) as client:
+        with pytest.raises(UnavailableError, match="an HTTP port, and this client needs"):
+            client.model_info()
+    with open_client("127.0.0.1:1", retry=once) as client:
+        with pytest.raises(UnavailableError, match="nothing listens at the target"):
+            client.model_info()
+
+
+def test_a_service_that_dies_in_a_stream_is_named(open_client: OpenClient, tmp_path: Path) -> None:
+    router = start_router(tmp_path, 1)
+    router.shards[0].step_s = 0.05
+    with open_client(target_of(router)) as client:
+        stream = client.stream(PROMPT, Parameters(max_new_tokens=150, min_new_tokens=150))
+        next(stream)
+        router.service.process.kill()
+        with pytest.raises(UnavailableError, match="the connection was lost"):
+            list(stream)
+    stop_shards(router)
+    router.service.end()
+
+
+@pytest.mark.parametrize(
+    "target", ["", "http://localhost:8033", "localhost:abc", "localhost:0", "::1", "a:70000"]
+)
+def test_a_target_that_is_no_address_is_refused_at_once(open_client: OpenClient, target: str) -> None:
+    with (
+        pytest.raises(SettingsError, match="must be HOST or HOST:PORT of the service's gRPC port, not '"),
+        open_client(target),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("target", "address"),
+    [
+        ("localhost", "localhost:8033"),
+        ("[::1]", "[::1]:8033"),
+        ("10.0.0.1:1", "10.0.0.1:1"),
+        ("dns:///service:8033", "dns:///service:8033"),
+        ("unix:/tmp/socket", "unix:/tmp/socket"),
+    ],
+)
+def test_a_target_without_a_port_has_the_usual_one(target: str, address: str) -> None:
+    assert read_target(target) == address
 
 
 def test_health(open_client: OpenClient, router: Setup) -> None:

@@ -149,8 +149,18 @@ def test_the_name_in_the_certificate(open_client: OpenClient, tmp_path: Path) ->
                 if is_served:
                     assert client.model_info().max_new_tokens == 128
                 else:
-                    with pytest.raises(UnavailableError):
+                    with pytest.raises(UnavailableError, match="certificate is for another host name"):
                         client.model_info()
+
+
+def test_a_certificate_of_another_authority_is_named(open_client: OpenClient, tmp_path: Path) -> None:
+    own = trustme.CA().issue_cert("localhost")
+    trustme.CA().cert_pem.write_to_path(tmp_path / "ca.pem")
+    pair = (own.private_key_pem.bytes(), own.cert_chain_pems[0].bytes())
+    with serve(CannedService(), grpc.ssl_server_credentials([pair])) as target:
+        with open_client(target, tls=Tls(ca_cert=tmp_path / "ca.pem"), retry=NO_RETRIES) as client:
+            with pytest.raises(UnavailableError, match="not from a CA that the client trusts"):
+                client.model_info()
 
 
 def test_files_that_cannot_be_used_are_an_error(open_client: OpenClient, tmp_path: Path) -> None:

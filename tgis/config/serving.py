@@ -84,7 +84,7 @@ class ServingOptions:
         "other APIs.",
         None,
         minimum=1,
-        refusal="max_new_tokens ({value}) at least 1",
+        refusal="max_new_tokens ({value}) must be at least 1",
         is_common=True,
     )
     max_top_n_tokens: int = option("Maximum value of a request's top_n_tokens.", 10, minimum=1)

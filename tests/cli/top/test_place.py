@@ -57,6 +57,8 @@ def test_places(tmp_path: Path, directory: RunDirectory, monkeypatch: pytest.Mon
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert locate(ServicePlace()).target == "localhost:3000"
     assert locate(ServicePlace(port=9, bind="::", http_tls=True)).target == "https://[::1]:9"
+    for given, target in (("a", "a:3000"), ("[::1]", "[::1]:3000"), ("a:1", "a:1"), ("http://a", "http://a")):
+        assert locate(ServicePlace(target=given)).target == target
     (directory.path / HTTP_URL).write_text("http://127.0.0.1:2\n")
     assert locate(ServicePlace(port=0)).target == "http://127.0.0.1:2"
     other = RunDirectory(tmp_path)

@@ -17,7 +17,7 @@ MAX_UINT64 = 2**64 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    target: str = option("Host and port of the service.", "localhost:8033", env=False)
+    target: str = option("Host and port of the service; without a port, 8033.", "localhost:8033", env=False)
     timeout: float | None = option(
         "Maximum duration of a call, in seconds; unset: no limit.", None, env=False, minimum=0
     )

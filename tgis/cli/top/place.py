@@ -7,14 +7,14 @@ from tgis.config.option import option
 from tgis.net.addresses import http_url, local_host
 from tgis.process.run_directory import running_urls
 
-DEFAULT_TARGET = "localhost:3000"
+DEFAULT_PORT = 3000
 HINT = "select another service with --target HOST:PORT"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServicePlace(Trust):
     target: str | None = option(
-        "Host and port of the service's HTTP port, or its URL; unset: --port on this machine.",
+        "Host and HTTP port of the service (by default 3000), or its URL; unset: --port on this machine.",
         None,
         env=False,
     )
@@ -44,7 +44,13 @@ class ServicePlace(Trust):
 
 def locate(place: ServicePlace) -> Source:
     """Return the service to watch. Raises ScrapeError if several services run here."""
-    return Source(place.target or _local_target(place), place)
+    return Source(_with_port(place.target) if place.target else _local_target(place), place)
+
+
+def _with_port(target: str) -> str:
+    """Return a target that is a host with its port. URLs have their own default ports."""
+    is_host = "://" not in target and ":" not in target.rpartition("]")[2]
+    return f"{target}:{DEFAULT_PORT}" if is_host else target
 
 
 def _local_target(place: ServicePlace) -> str:
@@ -53,4 +59,4 @@ def _local_target(place: ServicePlace) -> str:
     urls = running_urls()
     if len(urls) > 1:
         raise ScrapeError(f"several services run here: {', '.join(urls)}")
-    return urls[0] if urls else DEFAULT_TARGET
+    return urls[0] if urls else f"localhost:{DEFAULT_PORT}"

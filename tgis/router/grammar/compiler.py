@@ -161,9 +161,8 @@ def _read_answer(reply: Reply, field: str) -> Grammar | _Refusal:
         return _Refusal(text, field, text)
     if "error" in reply.value:
         name = reply.value["field"] or field
-        refusal = f"{name} is not valid"
-        text = f"{refusal}: {reply.value['error']}"
-        return _Refusal(text, name, refusal if reply.value["quotes"] else text)
+        text = f"{name} is not valid: {reply.value['error']}"
+        return _Refusal(text, name, f"{name} is not valid" if reply.value["quotes"] else text)
     if reply.value["has_unknown_formats"]:
         logger.info("a JSON schema has unsupported formats, which allow any string")
     text = reply.value["grammar"]

@@ -121,7 +121,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": "a", "stop_sequences": ["b"]}, "only one of stop_sequences and stop may be given"),
     (
         {"stop_sequences": ["x"] * 17},
-        "can specify at most 16 non-empty stop sequences, each not more than 240 UTF8 bytes",
+        "stop_sequences must have at most 16 texts, each of 1 to 240 UTF8 bytes",
     ),
     (
         {"stop_token_ids": [400]},

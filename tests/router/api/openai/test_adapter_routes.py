@@ -96,9 +96,9 @@ async def test_refusals(tmp_path: Path) -> None:
             ("x", f"{tmp_path}/store/\0", 400, elsewhere),
             ("x", f"{tmp_path}/store/both", 400, "names another adapter"),
             ("x", f"{tmp_path}/store/kept", 400, "names another adapter"),
-            ("", "one", 400, "lora_name has"),
-            ("a b", "one", 400, "lora_name has"),
-            ("x" * 257, "one", 400, "lora_name has"),
+            ("", "one", 400, "lora_name must have"),
+            ("a b", "one", 400, "lora_name must have"),
+            ("x" * 257, "one", 400, "lora_name must have"),
             (MODEL, "one", 400, "given at the start"),
             ("kept", "one", 400, "given at the start"),
         ):

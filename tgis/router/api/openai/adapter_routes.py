@@ -90,7 +90,9 @@ class AdapterRoutes:
     def _check_name(self, name: str) -> None:
         """Raise ApiError if no adapter can ever get this name."""
         if not is_model_name(name):
-            raise ApiError(400, "lora_name has 1 to 256 letters, digits and characters of _.:/@+-", NAME)
+            raise ApiError(
+                400, "lora_name must have 1 to 256 letters, digits and characters of _.:/@+-", NAME
+            )
         if name in self._models.names or name in self._models.preloaded_ids:
             raise ApiError(400, f"'{name}' is a model that was given at the start.", NAME)
 

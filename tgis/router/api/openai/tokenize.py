@@ -74,7 +74,7 @@ class TokenRoutes:
     async def _tokenize_job(self, body: TokenizeBody, request: Request) -> TokenizeJob:
         refuse_fields(body)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "one of prompt and messages must be given", "prompt")
+            raise ApiError(400, "either prompt or messages must be given, and not both", "prompt")
         adds = body.add_special_tokens
         text = body.prompt
         if body.messages is not None:

@@ -97,7 +97,9 @@ def _guided(param: str, kind: str, value: Any) -> Guided | None:
             return Guided("choice", choices=tuple(value if len(value) > 1 else value * 2))
         case (("regex" | "grammar"), str()) if value:
             return Guided(kind, value)
-    wanted = {"json": "an object or its JSON", "choice": "a list of strings"}.get(kind, "a string")
+    wanted = {"json": "an object or its JSON", "choice": "a list of strings, at least one"}.get(
+        kind, "a string that is not empty"
+    )
     raise ApiError(400, f"{param} must be {wanted}", param)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tgis.router.api.renamed_parameters import plain_text
 from tgis.router.api.tgi.rules import TGI
 from tgis.router.errors import InputTooLongError, NotFoundError, RequestError
 from tgis.router.requests.parameters import Parameters
@@ -50,6 +51,8 @@ def _translate(error: RequestError, text: str, parameters: Parameters, limits: R
     if isinstance(error, InputTooLongError):
         return _length_text(error.num_inputs, parameters.max_new_tokens, limits)
     match error.parameter:
+        case "text":
+            return plain_text(text)
         case "max_new_tokens":
             return MAX_NEW_TOKENS.format(limits.max_new_tokens_for(TGI), parameters.max_new_tokens)
         case "stop_sequences":
