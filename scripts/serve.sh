@@ -27,7 +27,7 @@ if [ -n "${CHAT_TEMPLATE:-}" ] || has_template "$model"; then
 fi
 export HTTP_API="${HTTP_API:-openai}" PLAYGROUND="${PLAYGROUND:-$playground}"
 
-# Prints examples of calls for what is served.
+# Prints examples of calls for what is served, each in one line, because several router workers prefix their lines.
 show_examples() {
 	cat <<EOF
 The service is ready. In another terminal or in a browser, try:
@@ -37,14 +37,12 @@ The service is ready. In another terminal or in a browser, try:
 EOF
 	if $playground; then
 		cat <<EOF
-  curl http://localhost:$http_port/v1/chat/completions -d \\
-    '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
+  curl http://localhost:$http_port/v1/chat/completions -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
 EOF
 		[ "$PLAYGROUND" != true ] || printf '\n  http://localhost:%s/playground\n' "$http_port"
 	else
 		cat <<EOF
-  curl http://localhost:$http_port/v1/completions -d \\
-    '{"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}'
+  curl http://localhost:$http_port/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}'
 
 The model has no chat template, so there are no chats and no playground.
 EOF

@@ -61,8 +61,10 @@ def test_a_model_s_template_is_the_one_of_transformers(files: dict[str, object],
     assert ours.special_tokens == theirs.special_tokens_map
 
 
-def test_other_places(tmp_path: Path) -> None:
-    assert load_template(tmp_path, None) is None
+def test_other_places(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert load_template(tmp_path, None) is None
+    assert "the model has no chat template, so chats are refused" in caplog.text
     write(tmp_path, additional_chat_templates__tool_use_jinja="more")
     assert load_template(tmp_path, None) is None, "there is no default"
     write(tmp_path, chat_template_json={"chat_template": "old"})

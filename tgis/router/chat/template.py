@@ -54,6 +54,7 @@ def load_template(directory: Path, file: str | None, config_file: str | None = N
     config = _read_config(Path(config_file)) if config_file else read_json(directory, CONFIG_FILE)
     texts, source = _find_texts(directory, config, file, config_file)
     if DEFAULT not in texts:
+        logger.info("the model has no chat template, so chats are refused; --chat-template sets one")
         return None
     named = find_named_place(directory)
     is_converted = named != directory and Path(source).parent == directory

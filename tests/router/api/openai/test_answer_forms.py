@@ -107,6 +107,19 @@ def read(
     return thought, message.content, [(call.function.name, call.function.arguments) for call in calls]
 
 
+@pytest.mark.parametrize("shows_tools", [False, True])
+def test_a_model_without_tools_is_refused_with_advice(shows_tools: bool) -> None:
+    """Either the template shows no tools, or the format of calls is unknown."""
+    tool_format = None if shows_tools else TOOL_FORMATS[0]
+    use = read_tool_use([Tool({"name": "now"})], None, None)
+    body = ChatRequest(messages=[])
+    formats = ChatFormats(tool_format, None)
+    with pytest.raises(ApiError) as caught:
+        read_answer_form(formats, use, "", body, lambda text: Mark(text, None, False), shows_tools)
+    advice = 'use tool_choice "required" or a function\'s name, or serve a model that calls tools, or set '
+    assert advice + "--chat-template and --tool-call-parser" in str(caught.value)
+
+
 @pytest.mark.parametrize("are_marks", [False, True])
 @pytest.mark.parametrize("kind", [each.name for each in TOOL_FORMATS if not each.is_channel])
 def test_calls_of_every_format(kind: str, are_marks: bool, vocabularies: dict[bool, Tokenizer]) -> None:
