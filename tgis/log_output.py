@@ -140,8 +140,9 @@ def install() -> None:
     _open_standard_files()
     if sys.stderr is not sys.__stderr__:
         return
-    output = LogOutput(sys.stderr.fileno())
-    sys.stderr = io.TextIOWrapper(output, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
+    output = LogOutput(STDERR)
+    encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
+    sys.stderr = io.TextIOWrapper(output, encoding, "backslashreplace", line_buffering=True)
     os.register_at_fork(after_in_child=output.reset)
     atexit.register(output.wait)
 
@@ -152,8 +153,6 @@ def _open_standard_files() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(fd, True)
     os.close(fd)
-    if sys.__stderr__ is None:
-        sys.stderr = sys.__stderr__ = open(STDERR, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def installed() -> LogOutput | None:
