@@ -41,7 +41,7 @@ class LogOutput(io.RawIOBase):
     def reset(self) -> None:
         """Begin without waiting text, as in a forked process, whose parent writes what waits."""
         self._lock = threading.RLock()  # a finalizer may log while its thread writes
-        self._waiting = deque[bytes]()
+        self._waiting = deque[memoryview]()
         self._num_waiting_bytes = 0
         self._num_omitted = 0
         self._has_thread = False
@@ -58,7 +58,7 @@ class LogOutput(io.RawIOBase):
 
     def write(self, data: "ReadableBuffer", /) -> int:
         """Write it now if there is room, else later. Never raises OSError, as if a reader had read it."""
-        content = bytes(data)
+        content = memoryview(bytes(data))
         with self._lock:
             if not self._waiting:
                 if rest := self._write_some(content):
@@ -66,6 +66,7 @@ class LogOutput(io.RawIOBase):
                     self._keep(rest)
             elif self.is_full:
                 self._num_omitted += 1
+                self._start_thread()
             else:
                 self._keep(content)
         return len(content)
@@ -89,19 +90,23 @@ class LogOutput(io.RawIOBase):
         while self.is_full and not self.is_stalled:
             time.sleep(_POLL_S)
 
-    def _write_some(self, content: bytes) -> bytes:
+    def _write_some(self, content: memoryview) -> memoryview:
         """Write as much as there is room for, and return the rest. A closed pipe takes everything."""
         with contextlib.suppress(OSError):
             while content and self._poll.poll(0):  # a pipe then has room for PIPE_BUF bytes
                 content = content[os.write(self._fd, content[: select.PIPE_BUF]) :]
             return content
-        return b""
+        return content[:0]
 
-    def _keep(self, rest: bytes) -> None:
+    def _keep(self, rest: memoryview) -> None:
         self._waiting.append(rest)
         self._num_waiting_bytes += len(rest)
+        self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Start the thread that writes what waits. If the system has none, the next write tries again."""
         if not self._has_thread:
-            with contextlib.suppress(RuntimeError):  # the system has no thread; the next write tries again
+            with contextlib.suppress(RuntimeError):
                 threading.Thread(target=self._write_waiting, name="log output", daemon=True).start()
                 self._has_thread = True
 
@@ -119,17 +124,15 @@ class LogOutput(io.RawIOBase):
             logger.warning("%d lines of the log were omitted, because stderr was not read", num_omitted)
 
     def _write_oldest(self) -> bool:
-        """Write as much of the waiting text as there is room for. Return False if nothing is left."""
-        while self._waiting:
-            oldest = self._waiting.popleft()
-            rest = self._write_some(oldest)
-            self._num_waiting_bytes -= len(oldest) - len(rest)
-            if len(rest) < len(oldest):
-                self._last_progress = time.monotonic()
-            if rest:
-                self._waiting.appendleft(rest)
-                return True
-        return False
+        """Write the oldest waiting text, as much as there is room for. Return False if nothing is left."""
+        oldest = self._waiting.popleft()
+        rest = self._write_some(oldest)
+        self._num_waiting_bytes -= len(oldest) - len(rest)
+        if len(rest) < len(oldest):
+            self._last_progress = time.monotonic()
+        if rest:
+            self._waiting.appendleft(rest)
+        return bool(self._waiting)
 
 
 def install() -> None:
@@ -137,8 +140,9 @@ def install() -> None:
     _open_standard_files()
     if sys.stderr is not sys.__stderr__:
         return
-    output = LogOutput(sys.stderr.fileno())
-    sys.stderr = io.TextIOWrapper(output, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
+    output = LogOutput(STDERR)
+    encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
+    sys.stderr = io.TextIOWrapper(output, encoding, "backslashreplace", line_buffering=True)
     os.register_at_fork(after_in_child=output.reset)
     atexit.register(output.wait)
 
@@ -149,8 +153,6 @@ def _open_standard_files() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(fd, True)
     os.close(fd)
-    if sys.__stderr__ is None:
-        sys.stderr = sys.__stderr__ = open(STDERR, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def installed() -> LogOutput | None:

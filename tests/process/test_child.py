@@ -137,11 +137,8 @@ def test_unread_output_does_not_block(
     check(tmp_path / "result")
 
 
-@pytest.mark.parametrize("fields", FIELDS)
-def test_a_reader_that_stalls_does_not_block(
-    parent: list[str], tmp_path: Path, fields: dict[str, str] | None
-) -> None:
-    with subprocess.Popen([*parent, repr(fields)], cwd=tmp_path, stderr=subprocess.PIPE) as run:
+def test_a_reader_that_stalls_does_not_block(parent: list[str], tmp_path: Path) -> None:
+    with subprocess.Popen([*parent, "None"], cwd=tmp_path, stderr=subprocess.PIPE) as run:
         assert run.wait(60) == 0
         assert run.stderr is not None
         assert run.stderr.read(1)
