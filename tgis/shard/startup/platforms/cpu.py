@@ -60,7 +60,7 @@ def on_cpu(products: CpuProducts = FLOAT32_PRODUCTS, kernel_cache: Path | None =
     attention = choose_attention(
         multiplies_pairs=self_check.REPLACED not in packer.replaced, has_tiles=has_tiles
     )
-    logger.info("matrix products and attention multiply in bfloat16 and accumulate in float32")
+    logger.debug("matrix products and attention multiply in bfloat16 and accumulate in float32")
     return replace(
         ON_CPU,
         kernels=BfloatKernels(
