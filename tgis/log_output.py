@@ -11,10 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +53,8 @@ class LogOutput(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: "ReadableBuffer", /) -> int:
-        """Write it now if there is room, else later. Never raises OSError, as if a reader had read it."""
+    def write(self, data: Any, /) -> int:
+        """Write bytes now if there is room, else later. Never raises OSError, as if a reader had read it."""
         content = memoryview(bytes(data))
         with self._lock:
             if not self._waiting:
