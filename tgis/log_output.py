@@ -11,16 +11,14 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 1 << 20
 STALLED_S = 1.0
 """Time without a read after which the reader counts as stalled."""
+MAX_WAIT_S = 5.0
 STDERR = 2
 _POLL_S = 0.01
 
@@ -56,8 +54,8 @@ class LogOutput(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: "ReadableBuffer", /) -> int:
-        """Write it now if there is room, else later. Never raises OSError, as if a reader had read it."""
+    def write(self, data: Any, /) -> int:
+        """Write bytes now if there is room, else later. Never raises OSError, as if a reader had read it."""
         content = memoryview(bytes(data))
         with self._lock:
             if not self._waiting:
@@ -81,8 +79,9 @@ class LogOutput(io.RawIOBase):
         return bool(self._waiting) and time.monotonic() - self._last_progress > STALLED_S
 
     def wait(self) -> None:
-        """Wait until all text is written or the reader has stalled."""
-        while self._waiting and not self.is_stalled:
+        """Wait until all text is written or the reader has stalled, at most `MAX_WAIT_S`."""
+        deadline = time.monotonic() + MAX_WAIT_S
+        while self._waiting and not self.is_stalled and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def wait_for_room(self) -> None:

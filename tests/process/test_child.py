@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.processes import children_of
 from tests.support.shard.checkpoints import write_llama
+from tgis import log_output
 from tgis.process import heartbeat
 from tgis.process.child import Child
 
@@ -143,6 +146,23 @@ def test_a_reader_that_stalls_does_not_block(parent: list[str], tmp_path: Path) 
         assert run.stderr is not None
         assert run.stderr.read(1)
     check(tmp_path / "result")
+
+
+@pytest.mark.slow
+def test_the_end_of_a_child_is_noticed_while_its_output_is_read_slowly(
+    parent: list[str], tmp_path: Path
+) -> None:
+    with subprocess.Popen([*parent, "None"], cwd=tmp_path, stderr=subprocess.PIPE, bufsize=0) as run:
+        assert run.stderr is not None
+        began = killed = time.monotonic()
+        while run.stderr.read(4096):
+            time.sleep(0.4)
+            if killed == began and time.monotonic() > began + 3:
+                [child] = psutil.Process(run.pid).children()
+                child.kill()
+                killed = time.monotonic()
+        assert time.monotonic() < killed + log_output.MAX_WAIT_S + 20
+    assert (tmp_path / "result").read_text().startswith("flood was killed by SIGKILL")
 
 
 @pytest.mark.slow

@@ -128,7 +128,8 @@ class Child:
             if (error := error_of(line)) is not None:
                 self._error = error
             else:
-                await _wait_for_room()
+                if process.returncode is None:  # its end must be noticed in time
+                    await _wait_for_room()
                 self._print(line)
         code = await process.wait()
         if self._watch is not None:

@@ -166,6 +166,16 @@ def test_paths_and_methods(router: Setup) -> None:
     assert ask(port, path="/nothing", method="GET")[0] == 404
 
 
+def test_encoded_slashes_do_not_separate_parts_of_a_path(router: Setup) -> None:
+    """A gateway that refuses some paths need not know that they have other forms."""
+    port = router.service.http_port
+    for path in ("/v1%2fcompletions", "/v1%2Fcompletions", "/v1%2fchat/completions", "/v1%2fmodels/a/b"):
+        assert ask(port, GENERATE, path)[0] == 404
+    assert ask(port, GENERATE, "/v1/%63ompletions")[0] == 200
+    status, _, body = ask(port, path="/v1/models/of%2Fours", method="GET")
+    assert (status, "of/ours" in body["error"]["message"]) == (404, True)
+
+
 def test_request_ids_are_echoed_if_they_can_be_shown(router: Setup) -> None:
     port = router.service.http_port
     for path in (PATH, "/v1/nothing"):

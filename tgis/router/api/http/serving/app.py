@@ -3,8 +3,10 @@ Where several APIs have a path, the first one that claims the body answers."""
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from urllib.parse import unquote
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 REQUEST_S, IDLE_S = 60.0, 75.0
 MAX_PATH_CHARS = 100  # maximum length in the log, because an unknown client may call any path
 STARTING, DRAINING = "the model is loading", "the service is shutting down"
+_ENCODED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
 CORS_HEADERS = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")
 
 
@@ -137,8 +140,12 @@ class ApiGate:
         """Return the route of a request, and set the request's API. Raises HttpError and RequestError."""
         methods: set[str] = set()
         matches: list[tuple[HttpApi, Route, Scope]] = []
+        path = _separated_path(request.scope["raw_path"])
+        has_encoded_slash = path != request.scope["path"]
         for api in self.apis:
             for route in (*api.routes, *api.probes):
+                if has_encoded_slash and not route.path_regex.match(path):
+                    continue
                 match, scope = route.matches(request.scope)
                 if match is Match.FULL:
                     matches.append((api, route, scope))
@@ -153,6 +160,12 @@ class ApiGate:
             raise HttpError(404, "there is no such path in this API")
         request.state.answer.headers += [(b"allow", ", ".join(sorted(methods)).encode())]
         raise HttpError(405, f"the path is served for {', '.join(sorted(methods))} only")
+
+
+def _separated_path(raw_path: bytes) -> str:
+    """Return the decoded path, but with its encoded slashes. They belong to names, and do not separate parts
+    of a path; otherwise a gateway that refuses some paths would have to know other forms of them."""
+    return unquote(_ENCODED_SLASH.sub(b"%252F", raw_path).decode("latin-1"))
 
 
 def _body_limits(config: RouterConfig) -> BodyLimits:
