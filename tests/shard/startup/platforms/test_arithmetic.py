@@ -99,7 +99,7 @@ def test_the_gate_of_experts_is_not_rounded_if_it_is_stored_as_codes(tmp_path: P
 def test_an_engine_answers_the_same_alone_and_in_company(
     model_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO), caplog.at_level(logging.DEBUG, cpu_platform.__name__):
+    with caplog.at_level(logging.INFO), caplog.at_level(logging.DEBUG, cpu.__name__):
         runner = load(configure(model_path, cpu_arithmetic="bfloat16", cpu_threads=2, block_size=16))
     assert SAID in caplog.messages
     assert "the float32 weights of matrix products are rounded to bfloat16" in caplog.messages
@@ -182,7 +182,7 @@ def test_the_default_is_bfloat16_for_16_bits_where_the_processor_is_faster(
 ) -> None:
     write_llama(tmp_path, dtype=dtype)
     monkeypatch.setattr(pairs, "are_fast", lambda: is_fast)
-    with caplog.at_level(logging.INFO), caplog.at_level(logging.DEBUG, cpu_platform.__name__):
+    with caplog.at_level(logging.INFO), caplog.at_level(logging.DEBUG, cpu.__name__):
         plan = prepare(configure(tmp_path, cpu_arithmetic="auto", cpu_amx="off"))
     rounds = is_fast and dtype != torch.float32
     assert plan.config.cpu_arithmetic == ("bfloat16" if rounds else "float32")
