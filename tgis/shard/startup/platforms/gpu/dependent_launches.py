@@ -1,6 +1,7 @@
 """Checks whether kernels that start before their predecessors end can be captured and compute the same."""
 
 import logging
+from math import sqrt
 from typing import NamedTuple, Self
 
 import torch
@@ -34,7 +35,7 @@ class _Layer(NamedTuple):
     @classmethod
     def random(cls, draw: Draw) -> Self:
         def matrix(out_features: int, in_features: int) -> Tensor:
-            return (draw.normal(out_features, in_features) / in_features**0.5).to(DTYPE)
+            return (draw.normal(out_features, in_features) / sqrt(in_features)).to(DTYPE)
 
         width = HEADS.num_heads * HEAD_DIM
         pages = NUM_ROWS // BLOCK_SIZE, HEADS.num_kv_heads, BLOCK_SIZE, HEAD_DIM
