@@ -89,9 +89,9 @@ def _warn_of_unused(config: ShardConfig, device: torch.device, layout: CodeLayou
                 logger.warning("--%s has no effect: the model runs on a CPU", name.replace("_", "-"))
     elif config.cpu_arithmetic != "float32":
         logger.warning("--cpu-arithmetic has no effect: the model runs on a GPU")
-    obstacle = _find_obstacle(device, layout)
-    if config.activations is not None and obstacle is not None:
-        logger.warning("--activations %s has no effect: %s", config.activations, obstacle)
+    reason = _find_obstacle(device, layout)
+    if config.activations is not None and reason is not None:
+        logger.warning("--activations %s has no effect: %s", config.activations, reason)
 
 
 def _find_obstacle(device: torch.device, layout: CodeLayout | None) -> str | None:
