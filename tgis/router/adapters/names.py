@@ -25,8 +25,8 @@ class AdapterNames:
     def remove(self, name: str) -> None:
         """Remove a name. Raises NotFoundError."""
         if name not in self.ids:
-            text = f"The LoRA adapter '{name[:256]}' cannot be found."
-            raise NotFoundError(text, NAME, "the LoRA adapter cannot be found")
+            shown = "the LoRA adapter cannot be found"
+            raise NotFoundError(f"The LoRA adapter '{name[:256]}' cannot be found.", NAME, shown)
         del self.ids[name]
         self.version += 1
 

@@ -125,7 +125,8 @@ def _read_prompt(reply: Reply) -> str:
         case {"prompt": str(prompt)}:
             return prompt
         case {"refusal": text}:
-            refusal = "the chat template refuses the chat"
-            raise RequestError(f"{refusal}: {text}", log_text=refusal)  # templates quote messages
+            # Templates quote messages.
+            shown = "the chat template refuses the chat"
+            raise RequestError(f"the chat template refuses the chat: {text}", log_text=shown)
         case other:
             raise RequestError(other["error"])

@@ -96,7 +96,7 @@ def _require_size(field: str, num_bytes: int, max_bytes: int) -> None:
         raise RequestError(f"{field} must have at most {max_bytes} UTF8 bytes", field)
 
 
-class _Refusal(NamedTuple):
+class _Invalid(NamedTuple):
     """Text, parameter and log text of the refusal of a constraint."""
 
     text: str
@@ -109,8 +109,8 @@ class GrammarCompiler:
     constraint share one compilation, and recent results are cached."""
 
     def __init__(self) -> None:
-        self._answers: OrderedDict[bytes, Grammar | _Refusal] = OrderedDict()
-        self._pending: dict[bytes, asyncio.Task[Grammar | _Refusal]] = {}
+        self._answers: OrderedDict[bytes, Grammar | _Invalid] = OrderedDict()
+        self._pending: dict[bytes, asyncio.Task[Grammar | _Invalid]] = {}
         self._pool = WorkerPool(WORKER, NUM_WORKERS, TIMEOUT_S)
 
     async def compile(self, constraint: Constraint, owner: Hashable = "") -> Grammar:
@@ -128,7 +128,7 @@ class GrammarCompiler:
                 raise OverloadedError(OVERLOADED) from None
         else:
             self._answers.move_to_end(key)
-        if isinstance(answer, _Refusal):
+        if isinstance(answer, _Invalid):
             raise RequestError(*answer)
         return answer
 
@@ -136,7 +136,7 @@ class GrammarCompiler:
         """Stop all workers. `compile` must not be called afterwards."""
         self._pool.close()
 
-    async def _compile(self, key: bytes, constraint: Constraint, owner: Hashable) -> Grammar | _Refusal:
+    async def _compile(self, key: bytes, constraint: Constraint, owner: Hashable) -> Grammar | _Invalid:
         """Return a grammar, or its refusal. Raises PoolBusyError and UnavailableError."""
         try:
             rules = msgspec.to_builtins(constraint.answer)
@@ -155,14 +155,14 @@ class GrammarCompiler:
         return answer
 
 
-def _read_answer(reply: Reply, field: str) -> Grammar | _Refusal:
+def _read_answer(reply: Reply, field: str) -> Grammar | _Invalid:
     if reply.is_dead:
         text = f"{field} is too complex"
-        return _Refusal(text, field, text)
+        return _Invalid(text, field, text)
     if "error" in reply.value:
         name = reply.value["field"] or field
         text = f"{name} is not valid: {reply.value['error']}"
-        return _Refusal(text, name, f"{name} is not valid" if reply.value["quotes"] else text)
+        return _Invalid(text, name, f"{name} is not valid" if reply.value["quotes"] else text)
     if reply.value["has_unknown_formats"]:
         logger.info("a JSON schema has unsupported formats, which allow any string")
     text = reply.value["grammar"]

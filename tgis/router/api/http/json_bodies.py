@@ -8,7 +8,7 @@ import msgspec
 
 from tgis.process.fair_queue import FairQueue
 from tgis.router.api.http.fields.invalid_fields import describe_invalid
-from tgis.router.api.http.fields.invalid_json import NOT_JSON, describe_invalid_json
+from tgis.router.api.http.fields.invalid_json import INVALID_JSON, describe_invalid_json
 from tgis.router.api.http.json_structure import BodyLimits, Weight, check_structure
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
 
@@ -110,6 +110,6 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         path, text = describe_invalid(error, decoder.type)
         raise RequestError(text, path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"{NOT_JSON}: {describe_invalid_json(error, body)}") from None
+        raise RequestError(f"{INVALID_JSON}: {describe_invalid_json(error, body)}") from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None

@@ -4,7 +4,7 @@ import re
 
 import msgspec
 
-NOT_JSON = "the body is not valid JSON in UTF-8"
+INVALID_JSON = "the body is not valid JSON in UTF-8"
 
 _REASON = re.compile(r"JSON is malformed: (.+) \(byte (\d+)\)")
 
