@@ -20,7 +20,7 @@ from tests.support.shard.ranks import ALONE, Ranks
 from tests.support.shard.relay import Relay, follow, share
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import MAX_GATHERED_BYTES, ProcessGroup
-from tgis.shard.runner.device.graphs import StepGraphs, StepParts
+from tgis.shard.runner.device.graphs import CaptureLimits, StepGraphs, StepParts
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.startup.load import load
 from tgis.shard.startup.platforms.gpu.capture_probe import find_rank_obstacle
@@ -252,7 +252,7 @@ def test_ranks_have_the_same_graphs(
         return StepParts(lambda: x.add_(1), lambda: x.mul_(2), lambda: x.mul_(2))  # type: ignore[arg-type, return-value]
 
     agreement = Agreement(others)
-    graphs = StepGraphs(FakeStream(), make_parts, lambda: 0, agree=agreement.agree)
+    graphs = StepGraphs(FakeStream(), make_parts, CaptureLimits(lambda: 0, agreement.agree))
     with caplog.at_level(logging.WARNING):
         graphs.capture([GraphSize(2), GraphSize(4)])
     assert [size.num_rows for size in graphs.sizes] == sizes
