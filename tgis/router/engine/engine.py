@@ -66,7 +66,7 @@ class Engine:
         self._budget = budget
         self._proposer = scheduler.proposer
         self._steps_in_flight = steps_in_flight
-        self._recovery_s = time_limits.recovery_s
+        self._recovery_timeout = time_limits.recovery_s
         self._on_ready = on_ready
         self._step_metrics = StepMetrics(scheduler, metrics)
         self._token_timeouts = TokenTimeouts(time_limits.first_token_s, time_limits.next_token_s, self._fail)
@@ -307,10 +307,10 @@ class Engine:
 
     async def _reconnect(self) -> None:
         try:
-            async with asyncio.timeout(self._recovery_s):
+            async with asyncio.timeout(self._recovery_timeout):
                 info = await self._residency.connect()
         except TimeoutError:
-            logger.error("the shards did not come back within %s s", self._recovery_s)
+            logger.error("the shards did not come back within %s s", self._recovery_timeout)
             self.give_up()
             info = await self._residency.connect()
             self._has_given_up = False
