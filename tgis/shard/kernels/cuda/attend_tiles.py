@@ -146,15 +146,17 @@ def launch(
     assert are_addressable(q, keys, values, block_tables)
     assert out.is_contiguous()
     assert tiles.is_contiguous()
+    if not len(tiles):
+        return
     sizes, options = choose_sizes(q, keys, scoring)
     parts = triton.cdiv(tile_tokens(sizes.group) * sizes.group, sizes.rows)
-    for some in tiles.split(MAX_TILES) if len(tiles) else ():
-        attend_tiles_kernel[num_kv_heads, len(some), parts](
+    for grid_tiles in tiles.split(MAX_TILES):
+        attend_tiles_kernel[num_kv_heads, len(grid_tiles), parts](
             q,
             as_bytes(keys),
             as_bytes(values),
             block_tables,
-            some,
+            grid_tiles,
             block_tables.stride(0),
             ScoreArguments.of(scoring, keys, stored),
             out,
