@@ -573,10 +573,8 @@ def slowest_meanwhile(served: Served, *calls: Callable[[], Any]) -> tuple[list[A
         return [future.result() for future in futures], slowest, time.monotonic() - began
 
 
-@pytest.mark.parametrize(
-    ("character", "size"),
-    [pytest.param("a", 3 * MEBIBYTE, marks=pytest.mark.slow), ("🙂", MEBIBYTE)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("character", "size"), [("a", 3 * MEBIBYTE), ("🙂", MEBIBYTE)])
 def test_mebibytes_of_one_character_delay_no_other_call(fake: Served, character: str, size: int) -> None:
     """Both methods that read text; small calls get responses meanwhile."""
     text = character * (size // len(character.encode()))

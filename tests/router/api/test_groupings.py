@@ -44,7 +44,7 @@ def splits(seed: int) -> list[Split]:
     return [all_at_once, *(at_random(random.Random(10 * seed + number)) for number in range(4))]
 
 
-@pytest.mark.parametrize("with_details", [True, False])
+@pytest.mark.parametrize("with_details", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
     sizes = set[int]()
     async with open_grpc(tmp_path) as served:
@@ -184,7 +184,7 @@ ANSWERS = (
 )
 
 
-@pytest.mark.parametrize("marks", [("<think>", "</think>"), ()])
+@pytest.mark.parametrize("marks", [("<think>", "</think>"), pytest.param((), marks=pytest.mark.slow)])
 async def test_reasoning_and_calls(marks: tuple[str, ...], tmp_path: Path) -> None:
     """The number of reasoning tokens is the same too. The marks may be several tokens."""
     async with scripted_chats(tmp_path, ChatFormats(HERMES, THINK), marks=marks) as chats:

@@ -58,6 +58,7 @@ def test_no_kernel_encloses_a_compiled_function() -> None:
     assert len(enclosed) > 20
 
 
+@pytest.mark.slow
 def test_an_installation_for_cpus_has_no_triton() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -220,6 +220,7 @@ def test_a_shard_that_starts_again_chooses_as_before(
     path = tmp_path / "of this run" / "products-0.json"
     assert start(path, 0.5) == [True, False]
     with caplog.at_level(logging.INFO):
+        caplog.clear()
         assert start(path, 1.5) == [True, False]
     assert caplog.messages == [
         "products of up to 16 rows as before the restart: 24 x 32: multiply_few; 24 x 48: cuBLAS"
