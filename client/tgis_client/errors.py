@@ -7,6 +7,7 @@ import grpc
 _TOO_LARGE = re.compile(
     r"(?P<side>CLIENT: |SERVER: )?(Received|Sent) message larger than max \((?P<size>\d+) vs\. (?P<max>\d+)\)"
 )
+_REFUSED = "Connection refused"
 _HINTS = (
     (
         "metadata size exceeds",
@@ -20,7 +21,7 @@ _HINTS = (
         "Socket closed",
         "the connection was lost: the service ended, one side has no TLS, or the client needs a certificate",
     ),
-    ("Connection refused", "nothing listens at the target"),
+    (_REFUSED, "nothing listens at the target"),
 )
 """Parts of gRPC's texts, and what they mean."""
 
@@ -62,6 +63,11 @@ class OverloadedError(CallError):
 
 class UnavailableError(CallError):
     """UNAVAILABLE: the service is starting, stopping, lost, or not there."""
+
+    @property
+    def is_refused(self) -> bool:
+        """True if nothing listens at the target."""
+        return _REFUSED in self.details
 
 
 class DeadlineError(CallError):

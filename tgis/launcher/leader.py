@@ -21,7 +21,7 @@ from tgis.launcher.router_group import Router, RouterGroup
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_group import Rendezvous, ShardGroup, file_rendezvous, port_rendezvous
 from tgis.launcher.shard_health import serve_health
-from tgis.launcher.shared_ports import SharedPorts, check_ports
+from tgis.launcher.shared_ports import SharedPorts
 from tgis.net.ports import listen
 from tgis.net.tls import link_certificates, mutual_server_context
 from tgis.process.child import GIVE_UP, Child, End
@@ -34,13 +34,11 @@ RESOLVE_S = 1.0  # between two attempts, because a pod may start before its name
 
 class Leader:
     def __init__(self, config: LauncherConfig, plan: Plan, shards: ShardProcesses) -> None:
-        """Check that the ports are free. Raises PortError if one is taken, and RunDirectoryError."""
+        """Reserve the ports that several router workers share. Raises PortError and RunDirectoryError."""
         self._ports: SharedPorts[LauncherConfig] | None = None
         if plan.router_workers > 1:
             self._ports = SharedPorts(config)
             config = self._ports.config
-        else:
-            check_ports(config)
         self._config = config
         self._num_workers = plan.router_workers
         self._files = RunFiles(plan, config.shard_uds_path, line_fields(config, "tokenizer"))

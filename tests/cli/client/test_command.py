@@ -356,7 +356,7 @@ def test_a_refused_connection_is_one_line(arguments: list[str]) -> None:
         result = run(target, *arguments, "--retries", "0")
     assert (result.exit_code, result.stdout.strip()) == (1, "")
     assert result.stderr.startswith("error: UNAVAILABLE: ")
-    assert result.stderr.endswith(f"; no service listens at {target}: start it, or set --target\n")
+    assert result.stderr.endswith(f"; start the service at {target}, or set --target\n")
     assert result.stderr.count("\n") == 1
 
 

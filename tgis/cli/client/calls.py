@@ -19,9 +19,6 @@ from tgis.errors import OperatorError
 from tgis.logs import printable
 from tgis_client import CallError, Client, RetryPolicy, SettingsError, Tls, UnavailableError
 
-NO_CONNECTION = "Connection refused"
-"""Part of gRPC's text if nothing listens on the port."""
-
 
 class ServiceCallError(OperatorError):
     """Error when the service cannot be reached or returns an error."""
@@ -36,9 +33,9 @@ def connect(connection: Connection) -> Iterator[Client]:
                 client.wait_until_healthy(connection.wait)
             yield client
     except CallError as error:
-        is_absent = isinstance(error, UnavailableError) and NO_CONNECTION in error.details
-        advice = f"; no service listens at {connection.target}: start it, or set --target"
-        raise ServiceCallError(f"{error}{advice if is_absent else ''}") from error
+        is_refused = isinstance(error, UnavailableError) and error.is_refused
+        advice = f"; start the service at {connection.target}, or set --target"
+        raise ServiceCallError(f"{error}{advice if is_refused else ''}") from error
     except SettingsError as error:
         raise click.UsageError(str(error)) from error
 

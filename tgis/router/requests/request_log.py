@@ -5,7 +5,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
@@ -16,6 +15,7 @@ from tgis.router.errors import Code, NotFoundError, RequestError, RouterError
 from tgis.router.events import InputTokens, Output, Timings
 from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import GenerationCall, Metadata
+from tgis.router.requests.shutdown import CauseOf
 from tgis.router.sequence import StopReason
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,7 @@ class CallLog:
     correlation_id: str = NO_ID
     text_chars: int = 0
     """Maximum number of characters of the input and of the output that a line shows."""
-    cause_of: Callable[[BaseException | None], BaseException | None] = lambda error: error
-    """Function that returns why a call ended that raised an exception."""
+    cause_of: CauseOf = lambda error: error
     request_id: str = field(default_factory=lambda: secrets.token_hex(8))
     started_at: float = field(default_factory=time.monotonic)
     validation_s: float | None = None

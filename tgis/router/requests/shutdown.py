@@ -1,9 +1,12 @@
 """Explains how calls end when the service stops before they are finished."""
 
 import asyncio
+from collections.abc import Callable
 
 from tgis.router.errors import UnavailableError
 
+CauseOf = Callable[[BaseException | None], BaseException | None]
+"""Function that returns why a call ended that raised an exception."""
 STOPPED = "the service stopped before the call was finished"
 
 

@@ -2,7 +2,7 @@
 nor the exporter is imported."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -17,6 +17,7 @@ from tgis.router.events import Output
 from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import GenerationCall, Metadata
 from tgis.router.requests.parameters import PARAMETERS, Parameters
+from tgis.router.requests.shutdown import CauseOf
 from tgis.router.requests.span_protocols import Attributes, span_protocol
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 MAX_FINISH_REASONS = 100
 
 PROPAGATOR = TraceContextTextMapPropagator()
-
-CauseOf = Callable[[BaseException | None], BaseException | None]
-"""Function that returns why a call ended that raised an exception."""
 
 
 def open_tracing(endpoint: str | None, service_name: str, worker: int | None = None) -> "Tracing":

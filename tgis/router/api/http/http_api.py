@@ -1,14 +1,19 @@
 """Declares an API over HTTP: its routes and its errors."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from starlette.routing import Route
+from starlette.types import Scope
 
 from tgis.net.http.routes import LimitedRoute
 from tgis.router.api.http.errors import ErrorForm
 from tgis.router.api.http.openapi import ErrorTexts, Operation
 from tgis.router.requests.api_rules import ApiRules
+
+_ENCODED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -38,3 +43,14 @@ class HttpApi:
 def find_api(apis: Iterable[HttpApi], path: str) -> HttpApi | None:
     """Return the first API that has the path."""
     return next((api for api in apis if api.has_path(path)), None)
+
+
+def separated_path(scope: Scope) -> str:
+    """Return the decoded path of a request, but with its encoded slashes. They belong to names, and do not
+    separate parts of a path; otherwise a gateway that refuses some paths would have to know other forms of
+    them."""
+    raw_path: bytes = scope["raw_path"]
+    if b"%" not in raw_path:
+        path: str = scope["path"]
+        return path
+    return unquote(_ENCODED_SLASH.sub(b"%252F", raw_path).decode("latin-1"))

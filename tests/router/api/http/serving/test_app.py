@@ -169,8 +169,11 @@ def test_paths_and_methods(router: Setup) -> None:
 def test_encoded_slashes_do_not_separate_parts_of_a_path(router: Setup) -> None:
     """A gateway that refuses some paths need not know that they have other forms."""
     port = router.service.http_port
+    counted = 'tgi_http_api_request_count{api="openai",code="404",route="other"}'
+    before = metric(router, counted)
     for path in ("/v1%2fcompletions", "/v1%2Fcompletions", "/v1%2fchat/completions", "/v1%2fmodels/a/b"):
         assert ask(port, GENERATE, path)[0] == 404
+    assert metric(router, counted) == before + 4, "the log and the metrics do not name another path"
     assert ask(port, GENERATE, "/v1/%63ompletions")[0] == 200
     status, _, body = ask(port, path="/v1/models/of%2Fours", method="GET")
     assert (status, "of/ours" in body["error"]["message"]) == (404, True)

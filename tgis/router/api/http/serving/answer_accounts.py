@@ -11,7 +11,7 @@ from tgis.log_limits import KIND
 from tgis.logs import FIELDS, Scalar
 from tgis.router.api.http.answers.event_stream import STREAM_TYPES
 from tgis.router.api.http.errors import UNLOGGED, UnloggedRefusal
-from tgis.router.api.http.http_api import HttpApi, find_api
+from tgis.router.api.http.http_api import HttpApi, find_api, separated_path
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.api_rules import ApiRules
 
@@ -56,7 +56,7 @@ class AnswerAccounts:
             self.num_streams -= is_stream
 
     def _count(self, scope: Scope, status: int) -> None:
-        path = scope["path"]
+        path = separated_path(scope)
         state = scope.get("state", {})
         api = state.get("api") or find_api(self.apis, path) or self.apis[0]
         route = next((one.path for one in api.routes if one.path_regex.match(path)), OTHER_ROUTE)

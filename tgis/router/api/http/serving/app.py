@@ -3,10 +3,8 @@ Where several APIs have a path, the first one that claims the body answers."""
 
 import asyncio
 import logging
-import re
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from urllib.parse import unquote
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
@@ -24,7 +22,7 @@ from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
 from tgis.router.api.http.answers.event_stream import BODY
 from tgis.router.api.http.call_context import NUM_BODY_BYTES, open_call, read_body, request_id
 from tgis.router.api.http.errors import OWN_FORM, ErrorForm, HttpError
-from tgis.router.api.http.http_api import HttpApi, find_api
+from tgis.router.api.http.http_api import HttpApi, find_api, separated_path
 from tgis.router.api.http.json_bodies import BodyReader
 from tgis.router.api.http.json_structure import BodyLimits
 from tgis.router.api.http.serving.origins import OriginRules
@@ -37,7 +35,6 @@ logger = logging.getLogger(__name__)
 REQUEST_S, IDLE_S = 60.0, 75.0
 MAX_PATH_CHARS = 100  # maximum length in the log, because an unknown client may call any path
 STARTING, DRAINING = "the model is loading", "the service is shutting down"
-_ENCODED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
 CORS_HEADERS = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")
 
 
@@ -140,7 +137,7 @@ class ApiGate:
         """Return the route of a request, and set the request's API. Raises HttpError and RequestError."""
         methods: set[str] = set()
         matches: list[tuple[HttpApi, Route, Scope]] = []
-        path = _separated_path(request.scope["raw_path"])
+        path = separated_path(request.scope)
         has_encoded_slash = path != request.scope["path"]
         for api in self.apis:
             for route in (*api.routes, *api.probes):
@@ -160,12 +157,6 @@ class ApiGate:
             raise HttpError(404, "there is no such path in this API")
         request.state.answer.headers += [(b"allow", ", ".join(sorted(methods)).encode())]
         raise HttpError(405, f"the path is served for {', '.join(sorted(methods))} only")
-
-
-def _separated_path(raw_path: bytes) -> str:
-    """Return the decoded path, but with its encoded slashes. They belong to names, and do not separate parts
-    of a path; otherwise a gateway that refuses some paths would have to know other forms of them."""
-    return unquote(_ENCODED_SLASH.sub(b"%252F", raw_path).decode("latin-1"))
 
 
 def _body_limits(config: RouterConfig) -> BodyLimits:
