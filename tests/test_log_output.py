@@ -89,17 +89,33 @@ def test_lines_beyond_the_limit_are_omitted_and_counted(
     assert len("".join(first)) > log_output.MAX_WAITING_BYTES
 
 
-def test_a_wait_ends_when_all_is_written_or_nothing_is_read(
+def test_a_wait_ends_when_all_is_written_or_its_time_is_over(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_output, "STALLED_S", 0.2)
+    monkeypatch.setattr(log_output, "MAX_WAIT_S", 0.2)
     output = LogOutput(pipe[1])
     lines = lines_of(20, 1000)
     write(output, lines)
     output.wait()
-    assert output.is_stalled
+    assert output._waiting
     assert read_until(pipe[0], lines[-1]) == lines
     output.wait()
+    assert not output._waiting
+
+
+def test_a_wait_outlasts_a_stall(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_output, "STALLED_S", 0.1)
+    monkeypatch.setattr(log_output, "MAX_WAIT_S", TIMEOUT_S)
+    output = LogOutput(pipe[1])
+    lines = lines_of(20, 1000)
+    write(output, lines)
+    wait = threading.Thread(target=output.wait)
+    wait.start()
+    wait.join(0.5)
+    assert wait.is_alive()
+    assert output.is_stalled
+    assert read_until(pipe[0], lines[-1]) == lines
+    wait.join()
     assert not output.is_stalled
 
 

@@ -19,6 +19,8 @@ MAX_WAITING_BYTES = 1 << 20
 STALLED_S = 1.0
 """Time without a read after which the reader counts as stalled."""
 MAX_WAIT_S = 5.0
+"""Maximum time that the end of the process waits for the reader, even a stalled one, because the last lines
+have the reason for the end."""
 STDERR = 2
 _POLL_S = 0.01
 
@@ -79,9 +81,9 @@ class LogOutput(io.RawIOBase):
         return bool(self._waiting) and time.monotonic() - self._last_progress > STALLED_S
 
     def wait(self) -> None:
-        """Wait until all text is written or the reader has stalled, at most `MAX_WAIT_S`."""
+        """Wait until all text is written, at most `MAX_WAIT_S`."""
         deadline = time.monotonic() + MAX_WAIT_S
-        while self._waiting and not self.is_stalled and time.monotonic() < deadline:
+        while self._waiting and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def wait_for_room(self) -> None:

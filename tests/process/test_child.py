@@ -48,9 +48,14 @@ async def run():
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     Path(sys.argv[1]).write_text(f"{end.result().text}|{beats}|{peak.split()[1]}")
 
+log_output.STALLED_S = float(sys.argv[3])
+log_output.MAX_WAIT_S = max(log_output.MAX_WAIT_S, log_output.STALLED_S)
 log_output.install()
 asyncio.run(run())
 """
+STALLED_S = str(log_output.STALLED_S)
+READING_STALLED_S = 60.0
+"""For a test that reads all the time, although a busy machine may stop it for seconds."""
 # Starts children during calls from its own channels to its own server.
 GRPC_PARENT = """
 import asyncio, sys, threading
@@ -114,7 +119,8 @@ FIELDS = [None, {"process": "flood"}]
 @pytest.mark.parametrize("fields", FIELDS)
 def test_a_flood_passes(parent: list[str], tmp_path: Path, fields: dict[str, str] | None) -> None:
     num_bytes = 0
-    with subprocess.Popen([*parent, repr(fields)], cwd=tmp_path, stderr=subprocess.PIPE) as run:
+    command = [*parent, repr(fields), str(READING_STALLED_S)]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) as run:
         assert run.stderr is not None
         for line in run.stderr:
             num_bytes += len(line)
@@ -133,7 +139,7 @@ def test_unread_output_does_not_block(
     parent: list[str], tmp_path: Path, fields: dict[str, str] | None
 ) -> None:
     reader, writer = os.pipe()
-    run = subprocess.Popen([*parent, repr(fields)], cwd=tmp_path, stdout=writer, stderr=writer)
+    run = subprocess.Popen([*parent, repr(fields), STALLED_S], cwd=tmp_path, stdout=writer, stderr=writer)
     os.close(reader)
     os.close(writer)
     assert run.wait(60) == 0
@@ -141,7 +147,7 @@ def test_unread_output_does_not_block(
 
 
 def test_a_reader_that_stalls_does_not_block(parent: list[str], tmp_path: Path) -> None:
-    with subprocess.Popen([*parent, "None"], cwd=tmp_path, stderr=subprocess.PIPE) as run:
+    with subprocess.Popen([*parent, "None", STALLED_S], cwd=tmp_path, stderr=subprocess.PIPE) as run:
         assert run.wait(60) == 0
         assert run.stderr is not None
         assert run.stderr.read(1)
@@ -152,7 +158,9 @@ def test_a_reader_that_stalls_does_not_block(parent: list[str], tmp_path: Path) 
 def test_the_end_of_a_child_is_noticed_while_its_output_is_read_slowly(
     parent: list[str], tmp_path: Path
 ) -> None:
-    with subprocess.Popen([*parent, "None"], cwd=tmp_path, stderr=subprocess.PIPE, bufsize=0) as run:
+    with subprocess.Popen(
+        [*parent, "None", STALLED_S], cwd=tmp_path, stderr=subprocess.PIPE, bufsize=0
+    ) as run:
         assert run.stderr is not None
         began = killed = time.monotonic()
         while run.stderr.read(4096):
