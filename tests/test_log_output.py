@@ -55,6 +55,11 @@ def read_until(reader: int, last: str) -> list[str]:
         return lines
 
 
+def read_bytes(reader: int, num_bytes: int) -> None:
+    while num_bytes:
+        num_bytes -= len(os.read(reader, num_bytes))
+
+
 def lines_of(num: int, length: int) -> list[str]:
     return [f"{i:0{length}}" for i in range(num)]
 
@@ -101,6 +106,20 @@ def test_a_wait_ends_when_all_is_written_or_its_time_is_over(
     assert read_until(pipe[0], lines[-1]) == lines
     output.wait()
     assert not output._waiting
+
+
+def test_all_is_written_after_a_wait(pipe: tuple[int, int]) -> None:
+    """Also if text was being written when the wait began."""
+    output = LogOutput(pipe[1])
+    text = bytes(50 * PIPE_BYTES)
+    for _ in range(20):
+        output.write(text)
+        reader = threading.Thread(target=read_bytes, args=(pipe[0], len(text)))
+        reader.start()
+        output.wait()
+        waiting = output._num_waiting_bytes
+        reader.join(TIMEOUT_S)
+        assert waiting == 0
 
 
 def test_a_wait_outlasts_a_stall(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,13 +126,15 @@ class LogOutput(io.RawIOBase):
 
     def _write_oldest(self) -> bool:
         """Write the oldest waiting text, as much as there is room for. Return False if nothing is left."""
-        oldest = self._waiting.popleft()
+        oldest = self._waiting[0]  # stays there meanwhile, because the process may end when nothing waits
         rest = self._write_some(oldest)
         self._num_waiting_bytes -= len(oldest) - len(rest)
         if len(rest) < len(oldest):
             self._last_progress = time.monotonic()
         if rest:
-            self._waiting.appendleft(rest)
+            self._waiting[0] = rest
+        else:
+            self._waiting.popleft()
         return bool(self._waiting)
 
 
