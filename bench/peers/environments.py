@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench.service import BenchError, last_lines
@@ -43,6 +43,13 @@ LLAMA_CPP = Environment(
     built=("llama-cpp-python==0.3.36",),
     build_flags="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF",
 )
+_NO_AMX = "'-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'"
+LLAMA_CPP_WITHOUT_AMX = replace(
+    LLAMA_CPP,
+    name="llama-cpp-without-amx",
+    build_flags=f"{LLAMA_CPP.build_flags} -DCMAKE_C_FLAGS={_NO_AMX} -DCMAKE_CXX_FLAGS={_NO_AMX}",
+)
+"""For x86-64 processors on which the products with AMX crash: https://github.com/ggml-org/llama.cpp/issues/20824"""
 COMPILERS = ("c++", "g++", "clang++")
 
 

@@ -1,6 +1,5 @@
-"""Runs llama.cpp; a worker process in an environment that has it. Arguments: the model's file, the number of
-threads, and --no-repack to keep the file's layout of weights. Sequences are decoded together, each in its
-own part of the cache."""
+"""Runs llama.cpp; a worker process in an environment that has it. Arguments: the model's file and the number
+of threads. Sequences are decoded together, each in its own part of the cache."""
 
 import random
 import sys
@@ -22,13 +21,11 @@ MAX_TOKENS = 2048  # tokens of a call
 class Engine:
     path: str
     num_threads: int
-    repacks: bool
     _contexts: dict[int, "Sequences"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = self.repacks
         self._model = llama_cpp.llama_model_load_from_file(self.path.encode(), params)
         assert self._model, "the file cannot be loaded"
 
@@ -94,8 +91,8 @@ class Sequences:
 
 
 def main() -> None:
-    path, num_threads, *options = sys.argv[1:]
-    worker.serve(Engine(path, int(num_threads), "--no-repack" not in options).generate)
+    path, num_threads = sys.argv[1:]
+    worker.serve(Engine(path, int(num_threads)).generate)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from bench import worker
 from bench.contest import Asked, Case, Contender, Sample, Spread, play, turns
 from bench.generator import Loaded, load_processes
 from bench.peers import environments
-from bench.peers.environments import list_cores
+from bench.peers.environments import Environment, list_cores
 from bench.probe import probing
 from bench.rates import find_ratio, list_sizes
 from bench.service import BenchError, launch
@@ -26,7 +26,7 @@ TITLES = {
     ROUNDED: "ours: the file with `--activations int8`, through the service",
     LLAMA_CPP: "llama.cpp: the file, as a library",
 }
-WITHOUT_REPACKING = "without repacked weights, because it crashes with them on this machine"
+WITHOUT_AMX = "built without AMX, because it crashes with AMX on this machine"
 FLAGS = {OURS: (), ROUNDED: ("--activations", "int8")}
 PREFILLS = (512, 1024)
 START_TIMEOUT_S = 300.0
@@ -35,11 +35,11 @@ START_TIMEOUT_S = 300.0
 def measure_file(options: Namespace, file: Path) -> dict[str, Any]:
     """Return figures in the format of `bench.peers`. Raises BenchError."""
     options.cache.mkdir(parents=True, exist_ok=True)
-    repacks = _can_repack(options, file)
+    llama_cpp = _choose_environment(options, file)
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
         contenders: list[Contender] = [stack.enter_context(_serve(options, file, name)) for name in FLAGS]
-        contenders.append(stack.enter_context(_load_with_llama_cpp(options, file, repacks)))
+        contenders.append(stack.enter_context(_load_with_llama_cpp(options, file, llama_cpp)))
         sizes = (options.input_tokens, options.new_tokens)
         cases = [Case("decode", count, *sizes) for count in options.clients]
         cases += [Case("prefill", 1, length, 1) for length in PREFILLS]
@@ -49,8 +49,8 @@ def measure_file(options: Namespace, file: Path) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "shape": file.stem,
         "rounds": options.rounds,
-        "titles": TITLES if repacks else TITLES | {LLAMA_CPP: f"{TITLES[LLAMA_CPP]}, {WITHOUT_REPACKING}"},
-        "figures": [*_compare_rates(samples, names), *_compare_starts(options, file, repacks)],
+        "titles": _titles(llama_cpp),
+        "figures": [*_compare_rates(samples, names), *_compare_starts(options, file, llama_cpp)],
         "samples": samples,
         "failures": {},
     }
@@ -65,18 +65,24 @@ def _serve(options: Namespace, file: Path, name: str) -> Iterator[Loaded]:
         yield Loaded(name, generator, target)
 
 
-def _can_repack(options: Namespace, file: Path) -> bool:
-    """Return False if llama.cpp's process ends when it uses the layouts of weights that it chooses itself,
-    as version 0.3.36 of its bindings does with files of Q4_1 on processors with AMX."""
-    with contextlib.suppress(BenchError), _load_with_llama_cpp(options, file, repacks=True):
-        return True
-    return False
+def _choose_environment(options: Namespace, file: Path) -> Environment:
+    """Return the build of llama.cpp for this machine. With AMX, version 0.3.36 of its bindings computes with
+    weights in a layout of its own, and ends with SIGSEGV on some processors."""
+    with contextlib.suppress(BenchError), _load_with_llama_cpp(options, file, environments.LLAMA_CPP):
+        return environments.LLAMA_CPP
+    return environments.LLAMA_CPP_WITHOUT_AMX
+
+
+def _titles(llama_cpp: Environment) -> dict[str, str]:
+    if llama_cpp is environments.LLAMA_CPP:
+        return TITLES
+    return TITLES | {LLAMA_CPP: f"{TITLES[LLAMA_CPP]}, {WITHOUT_AMX}"}
 
 
 @contextlib.contextmanager
-def _load_with_llama_cpp(options: Namespace, file: Path, repacks: bool) -> Iterator[Asked]:
-    python = environments.ensure(environments.LLAMA_CPP, options.peers).absolute()
-    arguments = (str(file.absolute()), str(len(list_cores())), *([] if repacks else ["--no-repack"]))
+def _load_with_llama_cpp(options: Namespace, file: Path, environment: Environment) -> Iterator[Asked]:
+    python = environments.ensure(environment, options.peers).absolute()
+    arguments = (str(file.absolute()), str(len(list_cores())))
     log = options.peers / f"{LLAMA_CPP}.log"
     with worker.start("bench.peers.llama_cpp", *arguments, python=python, log=log) as child:
         asked = Asked(LLAMA_CPP, child, START_TIMEOUT_S)
@@ -93,10 +99,13 @@ def _compare_rates(samples: list[Sample], cases: list[str]) -> list[Figure]:
     return [figure for figure in figures if figure is not None]
 
 
-def _compare_starts(options: Namespace, file: Path, repacks: bool) -> Iterator[Figure]:
+def _compare_starts(options: Namespace, file: Path, llama_cpp: Environment) -> Iterator[Figure]:
     """Yield the service's time to readiness as a multiple of llama.cpp's time to its first response."""
     seconds: dict[str, list[float]] = {OURS: [], LLAMA_CPP: []}
-    starts = {OURS: _serve, LLAMA_CPP: lambda options, file, _: _load_with_llama_cpp(options, file, repacks)}
+    starts = {
+        OURS: _serve,
+        LLAMA_CPP: lambda options, file, _: _load_with_llama_cpp(options, file, llama_cpp),
+    }
     for number in range(options.rounds):
         for name in turns(list(seconds), number):
             begin = time.perf_counter()
