@@ -183,7 +183,7 @@ def test_a_profile_has_all_parts_of_a_step(model: Path, monkeypatch: pytest.Monk
         assert set(part_limits(TINY, work, 2.0, Rates(1, 1))) <= set(calls)
         assert calls["product gate_up"] == calls["attend"] == TINY.num_layers
         assert calls["product head"] == 1
-        assert profile.is_captured == (work.new_tokens == 1)
+        assert profile.is_captured
         assert 0 < profile.model_s < profile.step_s
 
 
