@@ -1,8 +1,10 @@
 """Builds the model runner for a device."""
 
 from collections.abc import Callable
+from functools import partial
 
 from tgis.shard.kernels.cuda.attention import CudaAttention
+from tgis.shard.kernels.cuda.functions import dependent_launch
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import AdaptableModel
@@ -11,13 +13,19 @@ from tgis.shard.models.whole_model import WholeModelSpec
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.device.adapters.slot_assignments import allocate_slots
 from tgis.shard.runner.device.device_rows import allocate_rows
-from tgis.shard.runner.device.device_step import DeviceModel
+from tgis.shard.runner.device.device_step import DeviceModel, FixedSteps
 from tgis.shard.runner.device.device_table import DeviceTable
 from tgis.shard.runner.device.drafts.build import find_reader, make_proposer
+from tgis.shard.runner.device.drafts.captured_speculator import CapturedSpeculator
+from tgis.shard.runner.device.graphs import CaptureLimits, StepGraphs
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.device.step_packer import StepPacker
+from tgis.shard.runner.device.step_queue import StepQueue
 from tgis.shard.runner.device.stream import DeviceStream
+from tgis.shard.runner.device.uploads import Uploads
 from tgis.shard.runner.interface import RunnerParts
+
+STAGED_WORDS = 1 << 16  # initial size of an upload slot; a larger upload allocates a larger slot
 
 
 def make_device_runner(
@@ -53,7 +61,18 @@ def make_device_runner(
         slots=slots,
         reader=find_reader(parts),
     )
-    return DeviceModelRunner(parts, on, stream, builder, packer, memory_left, speculator)
+    uploads = Uploads(stream, STAGED_WORDS)
+    fixed = FixedSteps(on, packer, uploads, stream)
+    graphs = StepGraphs(
+        stream,
+        fixed.make_parts,
+        CaptureLimits(memory_left, parts.group.min),
+        has_drafts=parts.has_drafts,
+        proposals=speculator.graphs if isinstance(speculator, CapturedSpeculator) else None,
+        simplify=partial(dependent_launch.stop, stream.device),
+    )
+    steps = StepQueue(on, stream, packer, uploads, fixed, graphs)
+    return DeviceModelRunner(parts, on, stream, builder, steps, speculator)
 
 
 def can_use_slots(kernels: Implementations, model: AdaptableModel) -> bool:

@@ -200,9 +200,10 @@ class EagerStep:
         return states
 
     @torch.inference_mode()
-    def sample(self, details: DeviceDetails | None = None) -> None:
+    def sample(self, is_detailed: bool) -> None:
         logits = self.outputs().logits
         assert logits is not None
+        details = self.details if is_detailed else None
         self._on.sample(logits, self._staged.sampled_rows, self.answers, details)
 
     @cached_property
@@ -210,10 +211,11 @@ class EagerStep:
         return DeviceDetails.empty(len(self.answers), MAX_TOPS, self.answers.device)
 
     @torch.inference_mode()
-    def sample_next(self, details: DeviceDetails | None = None) -> None:
+    def sample_next(self, is_detailed: bool) -> None:
         """Sample the rows whose last sampled token is the next draft."""
         logits = self.outputs().logits
         assert logits is not None, "the step has drafts"
+        details = self.details if is_detailed else None
         memory = RoundMemory.allocate(len(self.answers), self.answers.device)
         sample_next(self._on, self._staged, logits, self.answers, memory, details)
 
@@ -221,10 +223,11 @@ class EagerStep:
 class FixedSteps:
     """Fixed memory of captured steps. All sizes read their staged arrays from the same address."""
 
-    def __init__(self, on: DeviceModel, packer: StepPacker, max_rows: int, stream: DeviceStream):
+    def __init__(self, on: DeviceModel, packer: StepPacker, uploads: Uploads, stream: DeviceStream):
         self._on = on
         self._packer = packer
-        self._max_rows = max_rows
+        self._uploads = uploads
+        self._max_rows = max_rows = on.state.idle_row
         self._device = stream.device
         largest = GraphSize(max_rows, MAX_PROMPT_TOKENS, has_adapters=on.slots is not None)
         shapes = [array.shape for array in packer.idle_step(largest)]
@@ -250,11 +253,15 @@ class FixedSteps:
         shape = self._max_rows + MAX_PROMPT_TOKENS, self._on.reader.width
         return torch.zeros(shape, device=self._device)
 
-    def make_parts(self, size: GraphSize, uploads: Uploads) -> StepParts:
+    def outputs(self, at: slice | Tensor) -> Outputs:
+        """Return the outputs of the last replayed step, whose samples have the logits at `at`."""
+        return Outputs(self.logits, self.logits[at])
+
+    def make_parts(self, size: GraphSize) -> StepParts:
         """Return the parts of a step of this size, and stage a step of idle rows for them."""
         assert self._on.slots is not None or not size.has_adapters, "there are no slots of adapters"
         arrays = self._packer.idle_step(size)
-        uploads.send_to(self.staged, arrays)
+        self._uploads.send_to(self.staged, arrays)
         staged = StagedStep(*view_arrays(self.staged, [array.shape for array in arrays]))
         tensors = StepTensors.empty(size.num_tokens, size.num_rows, size.num_rows, self._device)
         inputs = self._on.make_inputs(staged, tensors, self._packer.fixed_size(size))

@@ -46,6 +46,16 @@ class CapturedStep(NamedTuple):
     sample_next: tuple[Graph, Graph] | None  # without and with details; None if drafts are not expected
     parts: StepParts  # kept because the graphs use its memory
 
+    def replay_sampling(self, is_detailed: bool) -> None:
+        (self.sample_detailed if is_detailed else self.sample).replay()
+
+    def queue_next_sampling(self, is_detailed: bool, stream: DeviceStream) -> None:
+        """Sample the rows whose last sampled token is a draft, without a graph if none was captured."""
+        if self.sample_next is not None:
+            self.sample_next[is_detailed].replay()
+        else:
+            stream.run(self.parts.sample_next_detailed if is_detailed else self.parts.sample_next)
+
 
 class OtherGraphs(Protocol):
     """Graphs that are captured after those of steps."""
