@@ -75,7 +75,8 @@ def ensure(environment: Environment, root: Path) -> Path:
     run([*install, *environment.requirements], log)
     if environment.built:
         flags = {"CMAKE_ARGS": environment.build_flags}
-        run([*install, *_from_source(environment), *environment.built], log, flags)
+        # pip's cache ignores the flags.
+        run([*install, "--no-cache-dir", *_from_source(environment), *environment.built], log, flags)
     if environment.unwanted:
         run([*pip, "uninstall", "-y", *environment.unwanted], log)
     made.write_text(wanted)
