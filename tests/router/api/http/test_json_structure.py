@@ -191,6 +191,21 @@ async def test_of_too_much_that_waits_the_newest_of_the_busiest_is_refused(
     assert refused == [False, False, False, True, True, False]
 
 
+async def test_a_body_that_is_dropped_at_its_cancellation_fails_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cancelled request has not run yet, and its body still waits, when another body drops it."""
+    monkeypatch.setattr(json_bodies, "MAX_WAITING_BYTES", 10)
+    turns = Turns()
+    await turns.take("busy", 1)
+    cancelled = asyncio.create_task(turns.take("cancelled", 9))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    asyncio.get_running_loop().call_soon(turns.give)
+    async with asyncio.timeout(5):
+        await turns.take("next", 5)
+
+
 async def test_a_light_body_waits_for_no_turn() -> None:
     reader = BodyReader(1 << 20, LIMITS)
     heavy = json.dumps({"messages": [[]] * 20_000}).encode()

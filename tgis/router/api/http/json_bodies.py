@@ -53,7 +53,8 @@ class Turns:
             return
         turn = asyncio.get_running_loop().create_future()
         for refused in self._queue.push(owner, turn, num_bytes):
-            refused.set_exception(OverloadedError(OVERLOADED))
+            if not refused.done():  # It is done if its request was cancelled in this turn of the event loop.
+                refused.set_exception(OverloadedError(OVERLOADED))
         try:
             await turn
         except asyncio.CancelledError:
