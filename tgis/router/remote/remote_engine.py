@@ -89,7 +89,7 @@ class RemoteEngine:
             async with asyncio.timeout(self._recovery_timeout):
                 await self._connect()
         except TimeoutError:
-            if self._attached.is_set():  # it started after the time had ended, but before this noticed the end
+            if self._attached.is_set():  # it has started since the time ended
                 return
             logger.error("the engine process did not come back within %s s", self._recovery_timeout)
             await self.close()  # a process that is still waiting for shards would keep this worker's claims
