@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from tests.support.descriptors import no_descriptor_left
 from tgis.net import tls
 from tgis.net.tls import (
     CertificateError,
@@ -192,6 +193,18 @@ def test_an_expired_certificate_is_an_error_until_it_is_renewed(
     for _ in range(3):
         loaded.refresh()
     assert said(caplog)[2:] == [(logging.WARNING, "the link certificate expires in 2.0 days")]
+
+
+def test_changed_files_are_read_again_after_a_lack_of_descriptors(tmp_path: Path) -> None:
+    loaded = Certificates(issue(tmp_path))
+    before = loaded.pem
+    issue(tmp_path)
+    with no_descriptor_left():
+        loaded.refresh()
+    assert loaded.pem is before
+    assert loaded.num_refusals == 0, "the files are valid"
+    loaded.refresh()
+    assert loaded.pem.cert == (tmp_path / "cert.pem").read_bytes()
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
