@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -154,7 +154,8 @@ class Certificates:
         it."""
         while True:
             await asyncio.sleep(REFRESH_S)
-            await asyncio.to_thread(self.refresh)
+            with suppress(RuntimeError):  # if the system has no thread left, the next check may have one
+                await asyncio.to_thread(self.refresh)
 
     def refresh(self) -> None:
         """Read changed files and use them if they are valid. Log a certificate that expires soon or has

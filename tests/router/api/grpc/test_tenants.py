@@ -11,8 +11,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from tests.support.descriptors import no_descriptor_left
 from tests.support.http_exchange import exchange
+from tests.support.lacks import no_descriptor_left
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.served_grpc import ServedGrpc, open_channel, open_grpc, status_of
 from tests.support.router.served_http import open_http

@@ -1,7 +1,8 @@
-"""A process that has as many open files as it may have."""
+"""A process that has as many open files or threads as it may have."""
 
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,3 +18,18 @@ def no_descriptor_left() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def no_thread_left() -> Iterator[None]:
+    """Let every start of a thread in this context fail."""
+
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    start = threading.Thread.start
+    threading.Thread.start = fail  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
