@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,18 @@ def read_until(reader: int, last: str) -> list[str]:
 def read_bytes(reader: int, num_bytes: int) -> None:
     while num_bytes:
         num_bytes -= len(os.read(reader, num_bytes))
+
+
+class SlowHandler(logging.Handler):
+    """Handler that writes each record to `output`, some time after its arrival."""
+
+    def __init__(self, output: LogOutput) -> None:
+        super().__init__()
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        time.sleep(0.2)
+        self._output.write(record.getMessage().encode() + b"\n")
 
 
 def lines_of(num: int, length: int) -> list[str]:
@@ -120,6 +133,28 @@ def test_all_is_written_after_a_wait(pipe: tuple[int, int]) -> None:
         waiting = output._num_waiting_bytes
         reader.join(TIMEOUT_S)
         assert waiting == 0
+
+
+def test_the_number_of_omitted_lines_is_written_after_a_wait(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if that line of the log takes some time."""
+    monkeypatch.setattr(log_output, "MAX_WAITING_BYTES", 1)
+    output = LogOutput(pipe[1])
+    handler = SlowHandler(output)
+    log_output.logger.addHandler(handler)
+    try:
+        text = bytes(2 * PIPE_BYTES)
+        output.write(text)
+        output.write(b"omitted\n")
+        reader = threading.Thread(target=read_bytes, args=(pipe[0], len(text)))
+        reader.start()
+        output.wait()
+        reader.join(TIMEOUT_S)
+    finally:
+        log_output.logger.removeHandler(handler)
+    os.set_blocking(pipe[0], False)
+    assert os.read(pipe[0], 100) == b"1 lines of the log were omitted, because stderr was not read\n"
 
 
 def test_a_wait_outlasts_a_stall(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:

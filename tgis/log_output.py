@@ -81,9 +81,9 @@ class LogOutput(io.RawIOBase):
         return bool(self._waiting) and time.monotonic() - self._last_progress > STALLED_S
 
     def wait(self) -> None:
-        """Wait until all text is written, at most `MAX_WAIT_S`."""
+        """Wait until all text is written, also the number of omitted lines, at most `MAX_WAIT_S`."""
         deadline = time.monotonic() + MAX_WAIT_S
-        while self._waiting and time.monotonic() < deadline:
+        while (self._waiting or self._has_thread) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def wait_for_room(self) -> None:
@@ -112,20 +112,26 @@ class LogOutput(io.RawIOBase):
                 self._has_thread = True
 
     def _write_waiting(self) -> None:
+        """Write what waits, and then log the number of omitted lines."""
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
-        num_omitted = None
-        while num_omitted is None:
-            poll.poll()
-            with self._lock:
-                if not self._write_oldest():
-                    self._has_thread = False
-                    num_omitted, self._num_omitted = self._num_omitted, 0
-        if num_omitted:
+        while num_omitted := self._write_all(poll):
             logger.warning("%d lines of the log were omitted, because stderr was not read", num_omitted)
 
-    def _write_oldest(self) -> bool:
-        """Write the oldest waiting text, as much as there is room for. Return False if nothing is left."""
+    def _write_all(self, poll: select.poll) -> int:
+        """Write until nothing waits. Return the number of lines omitted until now; 0 ends the thread."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    num_omitted, self._num_omitted = self._num_omitted, 0
+                    self._has_thread = num_omitted > 0
+                    return num_omitted
+            poll.poll()
+            with self._lock:
+                self._write_oldest()
+
+    def _write_oldest(self) -> None:
+        """Write the oldest waiting text, as much as there is room for."""
         oldest = self._waiting[0]  # stays there meanwhile, because the process may end when nothing waits
         rest = self._write_some(oldest)
         self._num_waiting_bytes -= len(oldest) - len(rest)
@@ -135,7 +141,6 @@ class LogOutput(io.RawIOBase):
             self._waiting[0] = rest
         else:
             self._waiting.popleft()
-        return bool(self._waiting)
 
 
 def install() -> None:

@@ -22,6 +22,7 @@ from tgis_client.calls import (
     serialize,
 )
 from tgis_client.connection import DEFAULT_TARGET, ChannelCache
+from tgis_client.errors import ClientError, call_error
 from tgis_client.parameters import Parameters
 from tgis_client.results import Generation, ModelInfo, Tokenization
 from tgis_client.retries import read_failure
@@ -48,6 +49,11 @@ class Connections:
         used = self._channels.acquire()
         try:
             yield used.channel
+        except ValueError as error:
+            # gRPC's error for a call on a closed channel: another thread has just closed the client.
+            if isinstance(error, ClientError) or not self._channels.is_closed:
+                raise
+            raise call_error(grpc.StatusCode.CANCELLED, "the client was closed", None, 1) from None
         finally:
             for channel in self._channels.release(used):
                 channel.close()

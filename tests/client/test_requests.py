@@ -12,6 +12,7 @@ from tests.support.blocking_clients import OpenClient
 from tests.support.canned_service import WORDS, CannedService, serve
 from tgis.pb import generation_pb2 as pb
 from tgis_client import (
+    CallError,
     CallReport,
     ClientError,
     LengthPenalty,
@@ -332,6 +333,37 @@ def test_a_closed_client_makes_no_calls() -> None:
     client.close()
     with pytest.raises(ClientError, match="closed"):
         client.model_info()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_is_closed_before_a_call_is_sent_ends_it(is_stream: bool, tmp_path: Path) -> None:
+    """The call, in another thread, has its channel, and waits for its token in a pipe."""
+    from tgis_client import Client
+
+    path, ends = tmp_path / "token", list[BaseException]()
+    path.write_text("token")
+    client = Client("localhost:1", token_path=path)
+
+    def call() -> None:
+        try:
+            if is_stream:
+                list(client.stream("a"))
+            else:
+                client.model_info()
+        except Exception as error:
+            ends.append(error)
+
+    path.unlink()
+    os.mkfifo(path)
+    caller = threading.Thread(target=call)
+    caller.start()
+    with path.open("w") as token:
+        client.close()
+        token.write("token")
+    caller.join()
+    [end] = ends
+    assert isinstance(end, CallError)
+    assert str(end) == "CANCELLED: the client was closed"
 
 
 def test_messages_are_in_a_pool_of_their_own() -> None:

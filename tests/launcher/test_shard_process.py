@@ -37,6 +37,25 @@ async def test_libraries_are_imported_before_there_are_options() -> None:
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
+async def test_a_start_that_is_cancelled_begins_anew() -> None:
+    """A group cancels this node's start if another node is lost meanwhile, and then starts all again."""
+    before = os.listdir("/proc/self/fd")
+    processes = ShardProcesses(CONFIG, 2)
+    starting = asyncio.create_task(processes.start())
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait((starting,))
+    assert starting.cancelled()
+    await processes.start()
+    shards = processes.take()
+    ends = [asyncio.create_task(shard.wait()) for shard in shards]
+    await asyncio.gather(*(shard.kill() for shard in shards))
+    killed = [f"shard {rank} was killed by SIGKILL (out of memory?)" for rank in range(2)]
+    assert [(await end).text for end in ends] == killed
+    await asyncio.sleep(0)  # the pipes are closed by callbacks
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
 async def test_the_end_of_a_waiting_process_is_reported_when_it_is_needed() -> None:
     shard = ShardProcess(CONFIG, 3)
     await shard.start()

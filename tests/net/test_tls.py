@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from tests.support.lacks import no_descriptor_left, no_thread_left
 from tgis.net import tls
 from tgis.net.tls import (
     CertificateError,
@@ -192,6 +193,34 @@ def test_an_expired_certificate_is_an_error_until_it_is_renewed(
     for _ in range(3):
         loaded.refresh()
     assert said(caplog)[2:] == [(logging.WARNING, "the link certificate expires in 2.0 days")]
+
+
+async def test_the_files_are_watched_after_a_lack_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "REFRESH_S", 0.01)
+    loaded = Certificates(issue(tmp_path))
+    watching = asyncio.create_task(loaded.watch())
+    with no_thread_left():
+        await asyncio.sleep(0.1)
+    issue(tmp_path)
+    async with asyncio.timeout(10):
+        while loaded.pem.cert != (tmp_path / "cert.pem").read_bytes():
+            assert not watching.done()
+            await asyncio.sleep(0.01)
+    watching.cancel()
+
+
+def test_changed_files_are_read_again_after_a_lack_of_descriptors(tmp_path: Path) -> None:
+    loaded = Certificates(issue(tmp_path))
+    before = loaded.pem
+    issue(tmp_path)
+    with no_descriptor_left():
+        loaded.refresh()
+    assert loaded.pem is before
+    assert loaded.num_refusals == 0, "the files are valid"
+    loaded.refresh()
+    assert loaded.pem.cert == (tmp_path / "cert.pem").read_bytes()
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])

@@ -192,6 +192,25 @@ async def test_a_start_that_fails_leaves_no_descriptor_open() -> None:
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
+async def test_a_signal_reaches_a_child_that_is_just_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that is stopped in this moment must not wait for its router until the limit of a drain."""
+    (tmp_path / "tgis").mkdir()
+    (tmp_path / "tgis" / "__init__.py").touch()
+    (tmp_path / "tgis" / "__main__.py").write_text("import time; time.sleep(600)")
+    monkeypatch.chdir(tmp_path)
+    child = Child("child", [])
+    starting = asyncio.create_task(child.start())
+    await asyncio.sleep(0)
+    child.signal(signal.SIGTERM)
+    await starting
+    try:
+        assert (await asyncio.wait_for(child.wait(), 20)).text == "child was killed by SIGTERM"
+    finally:
+        await child.kill()
+
+
 async def test_a_shard_that_stops_while_it_loads_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.support.lacks import no_thread_left
 from tgis.process.memory import release as memory_release
 from tgis.process.memory.release import ENOUGH_BYTES, LARGE_BYTES, MemoryRelease
 
@@ -70,3 +71,20 @@ async def test_enough_large_calls_give_memory_back(messages: tuple[int, ...]) ->
 )
 async def test_nothing_is_looked_for_after_others(messages: tuple[int, ...]) -> None:
     assert await released_by(*messages, wait_s=0.2) < HELD
+
+
+async def test_memory_is_released_after_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(
+        memory_release, "return_freed_memory", lambda: loop.call_soon_threadsafe(released.set)
+    )
+    memory = MemoryRelease()
+    watching = asyncio.create_task(memory.watch())
+    with no_thread_left():
+        memory.count(ENOUGH_BYTES)
+        await asyncio.sleep(0.1)
+    memory.count(ENOUGH_BYTES)
+    async with asyncio.timeout(10):
+        await released.wait()
+    watching.cancel()

@@ -27,3 +27,19 @@ async def test_an_immediate_second_call_is_answered(pool: WorkerPool, num_caller
 
     asked = asyncio.gather(*map(ask_often, range(num_callers)))
     assert all(map(all, await asyncio.wait_for(asked, 10)))
+
+
+async def test_a_request_that_is_dropped_at_its_cancellation_fails_no_other() -> None:
+    """The cancelled call has not run yet, and its request is still in the queue, when a request drops it."""
+    pool = WorkerPool(WORKER, 1, 30.0, max_queued_bytes=10)
+    try:
+        busy = asyncio.create_task(pool.ask(REQUEST, "busy"))
+        cancelled = asyncio.create_task(pool.ask(REQUEST, "cancelled", 9))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        async with asyncio.timeout(30):
+            reply = await pool.ask(REQUEST, "next", 5)
+        assert "grammar" in reply.value
+        assert "grammar" in (await busy).value
+    finally:
+        pool.close()

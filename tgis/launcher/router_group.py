@@ -83,7 +83,6 @@ class _RestartedProcess:
         self._child: Child | None = None
         self._has_served = False
         self._ending = asyncio.Event()
-        self._last_signal = signal.SIGTERM
         self._crashes: list[float] = []
 
     async def run(self) -> None:
@@ -97,7 +96,6 @@ class _RestartedProcess:
 
     def end(self, number: signal.Signals) -> None:
         """Send a signal that ends the process, and do not restart it."""
-        self._last_signal = number
         self._ending.set()
         if self._child is not None:
             self._child.signal(number)
@@ -109,8 +107,6 @@ class _RestartedProcess:
     async def _run_once(self) -> End:
         child = self._child = self._make()
         await child.start()
-        if self._ending.is_set():  # `end` was called before there was a process to signal
-            child.signal(self._last_signal)
         end = await child.wait()
         self._has_served |= child.serving.is_set()
         return end

@@ -4,13 +4,14 @@
 New connections use changed files, unless they are incomplete or do not fit together."""
 
 import asyncio
+import errno
 import logging
 import os
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,6 +20,7 @@ import grpc
 
 from tgis.config.network import LinkOptions, PortOptions
 from tgis.errors import OperatorError
+from tgis.log_limits import KIND
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes, PublicKeyTypes
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 5.0  # between two checks of the files; each new connection checks them too
+LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 EXPIRES_SOON_S = 7 * 86400.0
 WARN_EVERY_S = 86400.0
 EXPIRED_EVERY_S = 60.0
@@ -151,7 +154,8 @@ class Certificates:
         it."""
         while True:
             await asyncio.sleep(REFRESH_S)
-            await asyncio.to_thread(self.refresh)
+            with suppress(RuntimeError):  # if the system has no thread left, the next check may have one
+                await asyncio.to_thread(self.refresh)
 
     def refresh(self) -> None:
         """Read changed files and use them if they are valid. Log a certificate that expires soon or has
@@ -185,10 +189,14 @@ class Certificates:
         try:
             self._content = self._read()
         except CertificateError as error:
-            self.num_refusals += 1
-            logger.error(
-                "the changed %s files are not used; the previous ones stay in use: %s", self._name, error
-            )
+            extra: dict[str, str] = {}
+            if is_temporary(error):
+                self._versions = []  # read them again at the next check
+                extra = {KIND: "TLS not read"}
+            else:
+                self.num_refusals += 1
+            text = "the changed %s files are not used; the previous ones stay in use: %s"
+            logger.error(text, self._name, error, extra=extra)
         else:
             self._warned_at = -WARN_EVERY_S
             logger.info("new connections use the changed %s files", self._name)
@@ -285,6 +293,12 @@ def file_version(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def is_temporary(error: OperatorError) -> bool:
+    """Return True if a file could not be read because the process or the system lacks descriptors or
+    memory."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in LACKING
 
 
 def _read_file(path: str, what: str) -> bytes:

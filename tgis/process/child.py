@@ -66,6 +66,8 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._end: asyncio.Task[End] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._early_signal: signal.Signals | None = None
+        """Signal to send once there is a process."""
 
     async def start(self) -> None:
         if not self._has_heartbeat:
@@ -98,6 +100,8 @@ class Child:
             process_group=0,  # a terminal's Ctrl-C must reach only the parent
         )
         self._end = asyncio.create_task(self._run_to_end(self._process), name=self.name)
+        if self._early_signal is not None:
+            self.signal(self._early_signal)
 
     async def wait(self) -> End:
         """Wait until the child has ended, and return its end. Several tasks may wait, and each may be
@@ -106,8 +110,10 @@ class Child:
         return await asyncio.shield(self._end)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless the child has ended or was never started."""
-        if self._process is not None and self._process.returncode is None:
+        """Send a signal, unless the child has ended. A child that has no process yet gets it when it has."""
+        if self._process is None:
+            self._early_signal = number
+        elif self._process.returncode is None:
             # The process's own method would discard the exit status of a child that has just ended.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)

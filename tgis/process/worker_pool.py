@@ -97,7 +97,8 @@ class WorkerPool:
         RecursionError if the request cannot be encoded."""
         job = _Job(request)
         for refused in self._queue.push(owner, job, num_bytes):
-            refused.reply.set_exception(PoolBusyError())
+            if not refused.reply.done():  # It is done if its caller was cancelled in this turn of the loop.
+                refused.reply.set_exception(PoolBusyError())
         if self._idle:
             worker = self._idle.pop()
             self._busy.add(worker)

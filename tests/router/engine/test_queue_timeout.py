@@ -121,3 +121,16 @@ async def test_over_http(tmp_path: Path) -> None:
             reply = await asyncio.to_thread(exchange, served.url + "/v1/completions", body)
             assert (reply.status, reply.json["error"]["message"]) == (429, REFUSAL)
             assert reply.headers["retry-after"] == "1"
+
+
+async def test_a_request_whose_first_token_is_late_at_its_arrival_ends_once(tmp_path: Path) -> None:
+    """The engine stands still while the message with the request waits. The limit of the queue ends later."""
+    failures = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    async with open_scene(tmp_path, True, first_token_timeout=LIMIT_S, max_queue_time=3 * LIMIT_S) as scene:
+        claim_id, [sequence_id] = await begin(scene, 1)
+        time.sleep(2 * LIMIT_S)  # noqa: ASYNC251 - the whole process stands still
+        assert await last_of(scene, sequence_id) == TimedOut(LIMIT_S, is_first=True)
+        await asyncio.sleep(3 * LIMIT_S)
+        scene.handle.release(claim_id)
+    assert failures == []

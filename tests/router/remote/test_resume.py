@@ -23,6 +23,7 @@ from tgis.router.engine.claims import Claims
 from tgis.router.engine.handle import EngineHandle, SequenceSpec
 from tgis.router.errors import Code, GenerationError, OverloadedError, UnavailableError
 from tgis.router.events import Ended, Event, Failed, InputTokens, TimedOut
+from tgis.router.remote import messages as wire
 from tgis.router.remote import remote_engine
 from tgis.router.remote.remote_handle import NO_ADAPTERS
 from tgis.router.sequence import CallAdapters, Details, Stopping, StopReason, TokenDetail
@@ -348,6 +349,27 @@ async def test_a_worker_that_gives_up_on_an_engine_without_shards_holds_nothing_
     [(created, released)] = scene.engine.left().values()
     assert created - released == 3
     worker.handle.release(claim_id)
+
+
+async def test_an_engine_that_starts_at_the_end_of_the_time_limit_is_used(scene: Scene) -> None:
+    """The worker's event loop stands still while the engine's first message arrives and the time ends. The
+    requests of a worker that has closed such a connection would fail for ever."""
+    worker = scene.workers[0].remote
+    worker._recovery_timeout = 0.5
+    take = worker._take_state
+
+    def take_slowly(message: wire.State) -> None:
+        take(message)
+        time.sleep(0.6)
+
+    worker._take_state = take_slowly  # type: ignore[method-assign]
+    task = asyncio.create_task(generate(worker.handle, LONG))
+    await asyncio.sleep(0.05)
+    await scene.engine.kill()
+    await scene.engine.start()
+    async with asyncio.timeout(10):
+        assert_undisturbed(LONG, await task)
+        assert_undisturbed(LONG, await generate(worker.handle, LONG))
 
 
 @pytest.mark.parametrize("is_opened_before", [True, False])

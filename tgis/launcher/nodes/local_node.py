@@ -64,7 +64,10 @@ class LocalNode:
 
     async def start(self, start: Start, listener: int | None = None) -> None:
         await self.kill()
-        await self._processes.start()
+        try:
+            await self._processes.start()
+        except OSError as error:  # the system has no process or descriptor left
+            raise ShardEndedError(End(f"the shards cannot be started: {error.strerror}")) from error
         self._shards = self._processes.take()
         for index, shard in enumerate(self._shards):
             shard.load(self._configs.shard(index, start, self.host, listener))

@@ -60,6 +60,10 @@ class Channel:
         self._heartbeats.cancel()
         self._writer.close()
 
+    def abort(self) -> None:
+        """Close the channel without waiting for the peer."""
+        self._writer.transport.abort()
+
     def _write(self, data: bytes) -> None:
         if not self._writer.is_closing():
             self._writer.write(data)
@@ -72,4 +76,4 @@ class Channel:
             await asyncio.sleep(PERIOD_S)
             self._missed += 1
             self._write(HEARTBEAT)
-        self._writer.transport.abort()
+        self.abort()

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 HELLO_S = 10.0  # time to send the first message after the TLS handshake
 HANDSHAKE_S = 5.0
+CLOSE_S = 2.0  # time to read the last messages
 
 
 class RemoteNodes:
@@ -45,7 +46,12 @@ class RemoteNodes:
     async def close(self) -> None:
         for channel in self._channels.values():
             channel.close()
-        await asyncio.gather(*self._channels, return_exceptions=True)
+        tasks = list(self._channels)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+        for channel in self._channels.values():  # of nodes that hang; TLS would wait half a minute for them
+            channel.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer)

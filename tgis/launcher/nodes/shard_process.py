@@ -4,6 +4,7 @@ model."""
 import asyncio
 import contextlib
 import socket
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from tgis.config.processes import LauncherConfig, ShardConfig
@@ -58,6 +59,7 @@ class ShardProcess:
 
     async def kill(self) -> None:
         self._options.close()
+        self._their_options.close()
         await self._child.kill()
 
 
@@ -72,9 +74,15 @@ class ShardProcesses:
 
     async def start(self) -> None:
         """Start the processes, unless they already wait."""
-        if not self._waiting:
-            self._waiting = [ShardProcess(self._config, rank) for rank in self._ranks]
-            await asyncio.gather(*(shard.start() for shard in self._waiting))
+        if self._waiting:
+            return
+        shards = [ShardProcess(self._config, rank) for rank in self._ranks]
+        try:
+            await asyncio.gather(*(shard.start() for shard in shards))
+        except BaseException:  # the next start must not use a process that was never started
+            await _kill_all(shards)
+            raise
+        self._waiting = shards
 
     def take(self) -> list[ShardProcess]:
         """Return the waiting processes, in the order of their ranks; the caller kills them."""
@@ -83,4 +91,8 @@ class ShardProcesses:
         return taken
 
     async def kill(self) -> None:
-        await asyncio.gather(*(shard.kill() for shard in self.take()))
+        await _kill_all(self.take())
+
+
+async def _kill_all(shards: Iterable[ShardProcess]) -> None:
+    await asyncio.gather(*(shard.kill() for shard in shards))

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 
 LARGE_BYTES = 32 << 10  # size of a large message; the memory of smaller ones is reused by the next calls
 ENOUGH_BYTES = 1 << 20  # of large messages; their texts and token ids need many times as much memory
@@ -44,4 +45,5 @@ class MemoryRelease:
             for delay in DELAYS_S:
                 await asyncio.sleep(delay)
                 gc.collect()  # scans only objects of requests, because those from start-up are frozen
-                await asyncio.to_thread(return_freed_memory)
+                with suppress(RuntimeError):  # if the system has no thread left, a later release may have one
+                    await asyncio.to_thread(return_freed_memory)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tgis.config.option import LARGEST
 from tgis.config.serving import MIN_PRIORITY
-from tgis.net.tls import file_version
+from tgis.net.tls import file_version, is_temporary
 from tgis.router.api.tenants import MAX_NAME_CHARS, TenantRules, TokenHolder, is_name
 from tgis.router.errors import StartupError
 
@@ -71,6 +71,8 @@ class BearerTokens:
             try:
                 self._content = _read(self._path)
             except StartupError as error:
+                if is_temporary(error):
+                    self._state = None  # read it again at the next check
                 logger.error("the bearer tokens were not reloaded, those read before stay valid: %s", error)
 
 

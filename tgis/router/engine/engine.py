@@ -141,9 +141,9 @@ class Engine:
         if deadline is not None:
             delay = deadline - time.monotonic()
             live.expiry = asyncio.get_running_loop().call_later(max(delay, 0.0), self._expire, live)
-        self._token_timeouts.watch(live)
         if self._queue_timeout is not None:
             self._queue_timeout.watch(live)
+        self._token_timeouts.watch(live)  # last, because it ends a request whose time is over
         self._fill_soon()
 
     def _fill_soon(self) -> None:

@@ -89,6 +89,8 @@ class RemoteEngine:
             async with asyncio.timeout(self._recovery_timeout):
                 await self._connect()
         except TimeoutError:
+            if self._attached.is_set():  # it has started since the time ended
+                return
             logger.error("the engine process did not come back within %s s", self._recovery_timeout)
             await self.close()  # a process that is still waiting for shards would keep this worker's claims
             self._handle.give_up(ENGINE_LOST)

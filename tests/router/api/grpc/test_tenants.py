@@ -12,11 +12,13 @@ import pytest
 import pytest_asyncio
 
 from tests.support.http_exchange import exchange
+from tests.support.lacks import no_descriptor_left
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.served_grpc import ServedGrpc, open_channel, open_grpc, status_of
 from tests.support.router.served_http import open_http
 from tests.support.tls_files import Files, credentials
 from tgis.config.checks import Setting, SettingsError, check
+from tgis.router.api import bearer_tokens
 from tgis.router.api.bearer_tokens import CHECK_INTERVAL_S, BearerTokens
 from tgis.router.api.tenants import TenantRules, TokenHolder
 from tgis.router.errors import StartupError
@@ -253,6 +255,21 @@ def test_allowed_forms_of_token_lines(tmp_path: Path) -> None:
     default = TenantRules(1, 2, 3)
     assert tokens.rules_of("a", default) == TenantRules(-3, 2, 7)
     assert tokens.rules_of("", default) == default
+
+
+def test_a_changed_file_is_read_again_after_a_lack_of_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, a token that the operator has removed would stay valid."""
+    monkeypatch.setattr(bearer_tokens, "CHECK_INTERVAL_S", 0.0)
+    path = tmp_path / "tokens"
+    path.write_text("old\n")
+    tokens = BearerTokens(str(path))
+    path.write_text("newer\n")
+    with no_descriptor_left():
+        assert tokens.holder_of("newer") is None
+    assert tokens.holder_of("newer") == TokenHolder()
+    assert tokens.holder_of("old") is None
 
 
 def test_unknown_tokens(tmp_path: Path) -> None:

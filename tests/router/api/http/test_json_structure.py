@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from tests.support.http_exchange import exchange
 from tests.support.router.served_chats import open_chats
 from tgis.router.api.http import json_bodies, json_structure
-from tgis.router.api.http.json_bodies import BodyReader, Turns
+from tgis.router.api.http.json_bodies import LONG_BYTES, BodyReader, Turns
 from tgis.router.api.http.json_structure import LIGHT, BodyLimits, Weight, check_structure
 from tgis.router.errors import OverloadedError, RequestError
 
@@ -189,6 +190,50 @@ async def test_of_too_much_that_waits_the_newest_of_the_busiest_is_refused(
     results = await asyncio.gather(*calls, return_exceptions=True)
     refused = [isinstance(each, OverloadedError) for each in results]
     assert refused == [False, False, False, True, True, False]
+
+
+async def test_a_body_that_is_dropped_at_its_cancellation_fails_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cancelled request has not run yet, and its body still waits, when another body drops it."""
+    monkeypatch.setattr(json_bodies, "MAX_WAITING_BYTES", 10)
+    turns = Turns()
+    await turns.take("busy", 1)
+    cancelled = asyncio.create_task(turns.take("cancelled", 9))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    asyncio.get_running_loop().call_soon(turns.give)
+    async with asyncio.timeout(5):
+        await turns.take("next", 5)
+
+
+async def test_the_bodies_of_requests_that_leave_are_checked_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A check takes several times the memory of its body, and cannot be interrupted."""
+    running, most = set[object](), list[int]()
+    may_end = threading.Event()
+
+    def check(body: bytes, limits: BodyLimits) -> Weight:
+        running.add(body)
+        most.append(len(running))
+        may_end.wait()
+        running.remove(body)
+        return LIGHT
+
+    monkeypatch.setattr(json_bodies, "check_structure", check)
+    reader = BodyReader(1 << 20, LIMITS)
+    try:
+        for number in range(3):
+            task = asyncio.create_task(reader.check(b"%d" % number * (LONG_BYTES + 1), "a"))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            await asyncio.wait((task,))
+            assert task.cancelled()
+    finally:
+        may_end.set()
+    await reader.check(b"4" * (LONG_BYTES + 1), "a")
+    assert most == [1, 1]
 
 
 async def test_a_light_body_waits_for_no_turn() -> None:

@@ -53,7 +53,8 @@ class Turns:
             return
         turn = asyncio.get_running_loop().create_future()
         for refused in self._queue.push(owner, turn, num_bytes):
-            refused.set_exception(OverloadedError(OVERLOADED))
+            if not refused.done():  # It is done if its request was cancelled in this turn of the event loop.
+                refused.set_exception(OverloadedError(OVERLOADED))
         try:
             await turn
         except asyncio.CancelledError:
@@ -94,12 +95,12 @@ class BodyReader:
             asyncio.get_running_loop().call_later(rest_s, self._turns.give)
 
     async def _look(self, body: bytes, owner: Hashable) -> Weight:
-        """Check a long body in a thread, one body at a time, because that takes several times its memory."""
+        """Check a long body in a thread, one body at a time, because that takes several times its memory. The
+        turn lasts until the end of the check, even if the request is cancelled before."""
         await self._looks.take(owner, len(body))
-        try:
-            return await asyncio.to_thread(check_structure, body, self._limits)
-        finally:
-            self._looks.give()
+        look = asyncio.create_task(asyncio.to_thread(check_structure, body, self._limits))
+        look.add_done_callback(lambda _: self._looks.give())
+        return await asyncio.shield(look)
 
 
 def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
