@@ -33,6 +33,7 @@ OTHERS = (
     b"\xff\xfe" * 40,
     b"SSH-2.0-a\r\n",
 )
+UPGRADE = b"host: a\r\nconnection: upgrade\r\nupgrade: x\r\n"
 
 
 def connection(r: random.Random) -> bytes:
@@ -78,8 +79,7 @@ def _good_request(r: random.Random) -> bytes:
             b"GET /echo HTTP/1.1\r\nhost: a\r\n\r\n",
             b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\n\r\nabc",
             b"POST /echo HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
-            b"GET /echo HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
-            b"POST /echo HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: x\r\n"
-            b"content-length: 3\r\n\r\nabc",
+            b"GET /echo HTTP/1.1\r\n" + UPGRADE + b"\r\n",
+            b"POST /echo HTTP/1.1\r\n" + UPGRADE + b"content-length: 3\r\n\r\nabc",
         )
     )
