@@ -76,7 +76,7 @@ SOURCES := tgis client tests integration_tests bench scripts
 PACKAGING := pyproject.toml client/pyproject.toml $(wildcard protos/*.proto) scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run gateway lock check audit collect gemma test test-all chaos clients playground-test bench bench-apis bench-router bench-peers bench-tuning
+.PHONY: help install run gateway model-name lock check audit collect gemma test test-all chaos clients playground-test bench bench-apis bench-router bench-peers bench-tuning
 .PHONY: profile docs protos
 .PHONY: gpu-pack gpu-run gpu-again gpu-report
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
@@ -85,11 +85,15 @@ help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 install: $(VENV)/installed  ## Create the virtual environment and install the package; VARIANT=cpu|cuda
-run: $(VENV)/installed $(if $(MODEL_NAME),,$(REAL_MODEL))  ## Serve MODEL_NAME, or SmolLM2-135M-Instruct
+run: $(if $(MODEL_NAME),model-name) $(VENV)/installed $(if $(MODEL_NAME),,$(REAL_MODEL))  ## Serve MODEL_NAME, or SmolLM2-135M-Instruct
 	@exec scripts/serve.sh "$(BIN)" "$(SERVED)" "$(BIND)"
 
-gateway: $(VENV)/installed $(VENV)-gateway/installed $(if $(MODEL_NAME),,$(REAL_MODEL))  ## Serve a model twice, behind the Shepherd Model Gateway, on loopback
+gateway: $(if $(MODEL_NAME),model-name) $(VENV)/installed $(VENV)-gateway/installed $(if $(MODEL_NAME),,$(REAL_MODEL))  ## Serve a model twice, behind the Shepherd Model Gateway, on loopback
 	@scripts/gateway.sh "$(BIN)" "$(VENV)-gateway/bin" "$(SERVED)"
+
+# The launcher refuses the same names, but only after the installation.
+model-name:
+	@$(PYTHON) -m scripts.check_model "$(MODEL_NAME)"
 
 lock: $(VENV)-lock/installed  ## Write locks/ from pyproject.toml and constraints.txt; LOCK=--upgrade for the newest versions
 	TORCH_INDEX=$(TORCH_INDEX) scripts/lock.sh $(VENV)-lock/bin/uv $(LOCK)

@@ -9,14 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 
 from integration_tests.support.greedy_answers import Model
 from integration_tests.support.service import Client, launch, serve
-from integration_tests.support.steady_client import API, ask, steady_client, wait_for_answers
-from tests.support.accounts import assert_nothing_left, scrape, take_baseline
+from integration_tests.support.steady_client import API, ask, beside_a_steady_client, wait_for_answers
+from tests.support.accounts import scrape
 from tests.support.processes import Service
 from tests.support.router import http_attacks
 from tests.support.router.http_attacks import COMPLETIONS, HOST, TIMEOUT_S, completion, connected, head
@@ -39,18 +38,6 @@ FLAGS = ["--dtype", "float32", *API]
 @pytest.fixture(scope="module")
 def client(model: Model) -> Iterator[Client]:
     yield from serve(model.directory, *FLAGS, "--slow-reader-timeout", str(SLOW_READER_S))
-
-
-@contextmanager
-def beside_a_steady_client(client: Client) -> Iterator[list[float]]:
-    """Yield the durations of its requests; afterwards no resource of the block's clients may be held."""
-    http = client.service.http
-    ask(http)
-    baseline, num_lines = take_baseline(http), len(client.service.lines)
-    with steady_client(http) as seconds:
-        yield seconds
-    assert_nothing_left(http, baseline, timeout_s=30)
-    assert not [line for line in client.service.lines[num_lines:] if "Traceback" in line]
 
 
 def drip(connections: list[socket.socket], data: bytes, pause_s: float = 0.2) -> int:

@@ -1,14 +1,17 @@
-"""What `make run` offers for a model, which the service prints when it is ready."""
+"""What `make run` refuses before it installs anything, and what it offers for a model, which the service
+prints when it is ready."""
 
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import gguf
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "serve.sh"
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "serve.sh"
 
 
 def serve(tmp_path: Path, model: str, **variables: str) -> tuple[str, str]:
@@ -74,3 +77,40 @@ def test_a_template_of_the_user_makes_chats(tmp_path: Path) -> None:
     assert "/v1/chat/completions" in said
     assert "/playground" not in said
     assert playground == "false"
+
+
+def make_run(tmp_path: Path, model: str, target: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Call make with a virtual environment that is missing and a Python without packages."""
+    command = [
+        "make",
+        target,
+        f"MODEL_NAME={model}",
+        f"VENV={tmp_path / 'venv'}",
+        f"PYTHON={sys.executable} -S",
+    ]
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **variables}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("target", ["run", "gateway"])
+def test_a_model_that_does_not_exist_is_refused_before_the_installation(tmp_path: Path, target: str) -> None:
+    done = make_run(tmp_path, "/nowhere/model", target)
+    assert done.returncode
+    assert done.stderr.startswith(
+        "error: Failed to resolve config path: Model /nowhere/model not found; name a"
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+def test_models_in_all_forms_pass_the_check(tmp_path: Path) -> None:
+    write_directory(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    write_file(tmp_path / "a.gguf", None)
+    snapshot = tmp_path / ".cache/huggingface/hub/models--org--model/snapshots/main"
+    write_directory(snapshot)
+    (snapshot / "config.json").write_text("{}")
+    for model in (str(tmp_path / "model"), str(tmp_path / "a.gguf"), "org/model"):
+        done = make_run(tmp_path, model, "model-name")
+        assert (done.returncode, done.stderr) == (0, "")
+    assert make_run(tmp_path, "org/other", "model-name").returncode
+    assert not make_run(tmp_path, "org/other", "model-name", COMPAT="tgi").returncode

@@ -15,7 +15,7 @@ KIND = "log_kind"
 each kind is logged per second."""
 OMITTED = "omitted"
 """Attribute of a record: number of lines of its kind, or of tracebacks from its place, omitted before it."""
-REPORT = "lines like this one were omitted: %s"
+REPORT = "lines like this one were omitted %d times: %s"
 KIND_S = 1.0
 TRACEBACK_S = 60.0
 MAX_FRAMES = 20
@@ -32,7 +32,7 @@ class _Omitted(NamedTuple):
     text: str
 
     def report(self, num: int) -> logging.LogRecord:
-        record = logging.LogRecord(self.logger, self.level, "", 0, REPORT, (self.text,), None)
+        record = logging.LogRecord(self.logger, self.level, "", 0, REPORT, (num, self.text), None)
         setattr(record, OMITTED, num)
         return record
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from integration_tests.support.service import Client
+from tests.support.accounts import assert_nothing_left, take_baseline
 from tests.support.http_exchange import exchange
 
 NUM_TOKENS = 8
@@ -51,3 +53,15 @@ def steady_client(http: str) -> Iterator[list[float]]:
         asked.result()
     assert seconds
     print(f"{len(seconds)} steady requests, the slowest took {max(seconds):.2f} s")
+
+
+@contextmanager
+def beside_a_steady_client(client: Client) -> Iterator[list[float]]:
+    """Yield the durations of its requests; afterwards no resource of the block's clients may be held."""
+    http = client.service.http
+    ask(http)
+    baseline, num_lines = take_baseline(http), len(client.service.lines)
+    with steady_client(http) as seconds:
+        yield seconds
+    assert_nothing_left(http, baseline, timeout_s=30)
+    assert not [line for line in client.service.lines[num_lines:] if "Traceback" in line]

@@ -266,6 +266,33 @@ async def test_invalid_http_gets_400_and_no_log_line(text: bytes, caplog: pytest
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [
+        ("1.1", ["a"], 200),
+        ("1.1", [""], 200),
+        ("1.1", ["a_b.example:3000 "], 200),
+        ("1.1", ["[fe80::1%25eth0]:80"], 200),
+        ("1.1", [], 400),
+        ("1.1", ["a", "a"], 400),
+        ("1.1", ["a, b"], 400),
+        ("1.1", ["a/b"], 400),
+        ("1.1", ["evil.example@a"], 400),
+        ("1.1", ["a:b"], 400),
+        ("1.1", ["\N{CYRILLIC SMALL LETTER A}"], 400),
+        ("1.0", [], 200),
+        ("1.0", ["a", "b"], 400),
+    ],
+    ids=str,
+)
+async def test_requests_have_one_valid_host(version: str, hosts: list[str], status: int) -> None:
+    lines = [f"GET /plain HTTP/{version}", *(f"Host: {host}" for host in hosts), "", ""]
+    async with serving() as (_, connect):
+        reader, writer = await connect()
+        writer.write("\r\n".join(lines).encode())
+        assert (await answer_of(reader))[0] == status
+
+
 async def test_a_request_for_another_protocol_is_answered_in_this_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

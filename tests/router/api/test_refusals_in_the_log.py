@@ -251,3 +251,29 @@ def test_each_refusal_over_grpc_has_its_reason(setup: Setup) -> None:
     [*_] = [setup.stub.Generate(batch(MARK)), *setup.stub.GenerateStream(single(MARK))]
     for line, (_, reason) in zip(log.refusals(len(requests) + 1), requests, strict=False):
         assert line.endswith(reason), line
+
+
+def test_names_in_the_log_are_short(setup: Setup) -> None:
+    """Names of adapters, models and metadata keys that do not exist, each far too long."""
+    log, begin = Log(setup), len(setup.service.lines)
+    name, key = 'a\n"b" c=d' * 2_000, "tgis-" + "k" * 5_000
+    inputs = [pb.GenerationRequest(text="a")]
+    calls = [
+        lambda: setup.stub.Generate(pb.BatchedGenerationRequest(requests=inputs, adapter_id=name)),
+        lambda: setup.stub.Generate(pb.BatchedGenerationRequest(requests=inputs, prefix_id=name)),
+        lambda: setup.stub.Generate(batch("a"), metadata=[(key, "1")]),
+        lambda: setup.stub.ModelInfo(pb.ModelInfoRequest(model_id="a"), metadata=[(key, "1")]),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.RpcError):
+            call()
+    bodies: dict[str, dict[str, Any]] = {
+        COMPLETIONS: TEXT | {"model": name},
+        "/v1/unload_lora_adapter": {"lora_name": name},
+        "/invocations": {"inputs": "a", "adapters": name},
+    }
+    for path, body in bodies.items():
+        assert log.post(path, body) in (400, 404, 424)
+    log.post("/v1/" + "x" * 5_000, {})
+    log.refusals(len(calls) + len(bodies) + 1)
+    assert max(map(len, setup.service.lines[begin:])) < 1_500

@@ -44,7 +44,7 @@ def test_counts_the_bytes_read(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with Weights(tmp_path, {"x": stack("a", "b"), "y": "b"}) as weights:
         weights.find("x.weight", (10, 4)).read(slice(6, 9), slice(0, 2))
         weights.find("y.weight", (2, 4)).read()
-    assert [record.message for record in caplog.records] == ["weights read"]
+    assert [record.message for record in caplog.records] == ["weights read and packed"]
     assert fields(caplog)[0]["bytes"] == (3 * 2 + 2 * 4) * 4
 
 

@@ -33,6 +33,7 @@ OTHERS = (
     b"\xff\xfe" * 40,
     b"SSH-2.0-a\r\n",
 )
+UPGRADE = b"host: a\r\nconnection: upgrade\r\nupgrade: x\r\n"
 
 
 def connection(r: random.Random) -> bytes:
@@ -60,6 +61,8 @@ def _request(r: random.Random) -> bytes:
         return _good_request(r)
     line = f"{r.choice(METHODS)} {r.choice(TARGETS)} {r.choice(VERSIONS)}"
     headers = r.sample(HEADERS, r.randint(0, 5))
+    if r.random() < 0.7:
+        headers.append("host: a")
     if r.random() < 0.5:
         headers.append(f"content-length: {r.choice(LENGTHS)}")
     r.shuffle(headers)
@@ -76,7 +79,7 @@ def _good_request(r: random.Random) -> bytes:
             b"GET /echo HTTP/1.1\r\nhost: a\r\n\r\n",
             b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\n\r\nabc",
             b"POST /echo HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
-            b"GET /echo HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
-            b"POST /echo HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\ncontent-length: 3\r\n\r\nabc",
+            b"GET /echo HTTP/1.1\r\n" + UPGRADE + b"\r\n",
+            b"POST /echo HTTP/1.1\r\n" + UPGRADE + b"content-length: 3\r\n\r\nabc",
         )
     )

@@ -1,9 +1,6 @@
 """Holds a connection's unparsed bytes, and limits the size of the request that is arriving."""
 
-from collections.abc import Iterable
 from http import HTTPStatus
-
-from tgis.net.http.routes import has_path
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_FRAMING = 8  # maximum framing bytes per byte of a chunked body
@@ -91,12 +88,3 @@ class RequestSize:
         """Limit the bytes outside the body. Raises RefusedRequestError."""
         if self.num_received - self._num_body > MAX_HEADER_BYTES + MAX_FRAMING * self._num_body:
             raise RefusedRequestError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-
-
-def check_head(url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raise RefusedRequestError if the head of a request is too large, or its URL has no path."""
-    num_bytes = len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
-    if num_bytes > MAX_HEADER_BYTES:
-        raise RefusedRequestError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-    if not has_path(url):
-        raise RefusedRequestError(HTTPStatus.BAD_REQUEST)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import httptools
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -67,13 +66,3 @@ def find_route(routes: Iterable[BaseRoute], scope: Any) -> LimitedRoute | Limite
         if match is Match.FULL:
             return None
     return None
-
-
-def has_path(url: bytes) -> bool:
-    """Return whether a request's target is a valid URL with a path."""
-    if not url.isascii():
-        return False
-    try:
-        return httptools.parse_url(url).path is not None
-    except httptools.HttpParserInvalidURLError:
-        return False

@@ -32,7 +32,8 @@ from tgis.log_limits import KIND
 from tgis.net.http.answer import Answer
 from tgis.net.http.connection_limits import ConnectionGroups, ConnectionLimits, ConnectionOptions
 from tgis.net.http.joined_writes import JoinedWrites
-from tgis.net.http.pending_input import PendingInput, RefusedRequestError, RequestSize, check_head
+from tgis.net.http.pending_input import PendingInput, RefusedRequestError, RequestSize
+from tgis.net.http.request_head import check_head
 from tgis.net.http.routes import PROBE_LIMITS, LimitedApp, find_route
 from tgis.net.http.slow_readers import Flow, SlowReadError
 from tgis.net.ports import watch_peer
@@ -201,7 +202,7 @@ class HttpConnection(HttpToolsProtocol):
             self._size.read_length(value)
 
     def on_headers_complete(self) -> None:
-        check_head(self.url, self.headers)
+        check_head(self.parser.get_http_version(), self.url, self.headers)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -22,11 +22,11 @@ COMPILING_S = 5.0  # compile time between two lines
 class LoadProgress:
     """Progress of reading a checkpoint. It logs every ten percent (at most one line in two seconds), every
     thirty seconds, and at the end. The percentage is of the checkpoint; `bytes` counts what this rank read of
-    it."""
+    it. Files are mapped, so they are read while the weights are packed, and the time is that of both."""
 
-    running = "reading weights"
+    running = "reading and packing weights"
     """Message of a line while weights are read; another one if they are not read to be kept."""
-    finished = "weights read"
+    finished = "weights read and packed"
 
     def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic):
         self._total_bytes = max(1, total_bytes)

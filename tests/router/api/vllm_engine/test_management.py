@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 
@@ -143,6 +144,34 @@ def test_what_is_missing_is_unimplemented(served: EngineApi) -> None:
         with pytest.raises(grpc.RpcError) as refusal:
             call(message)
         assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_each_refusal_is_in_the_log_with_its_reason(served: EngineApi) -> None:
+    stub = served.stub
+    far = common_pb2.SubscribeKvEventsRequest(start_sequence_number=1 << 62)
+    refused = [
+        lambda: stub.Abort(pb.AbortRequest(request_ids=["a"] * 1025)),
+        lambda: stub.Abort(pb.AbortRequest(request_ids=["secret"])),
+        lambda: stub.StopProfile(common_pb2.StopProfileRequest()),
+        lambda: next(stub.SubscribeKvEvents(far)),
+        lambda: next(stub.Generate(pb.GenerateRequest())),
+    ]
+    for call in refused:
+        with pytest.raises(grpc.RpcError):
+            call()
+    expected = [
+        "Abort failed with INVALID_ARGUMENT: request_ids must have at most 1024 ids",
+        "Abort failed with NOT_FOUND: request_ids: no such request is generating",
+        "StopProfile failed with UNIMPLEMENTED: there is no profiler",
+        "SubscribeKvEvents failed with INVALID_ARGUMENT: start_sequence_number must be <= ",
+        "Request failed with INVALID_ARGUMENT: input: a request needs token ids or a text",
+    ]
+    lines, deadline = served.setup.service.lines, time.monotonic() + 10
+    while not all(any(text in line for line in lines) for text in expected):
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.02)
+    assert all(" WARNING " in line for line in lines if " failed with " in line)
+    assert not any("secret" in line for line in lines)
 
 
 def test_cache_events_are_the_blocks_of_the_prompts(served: EngineApi) -> None:

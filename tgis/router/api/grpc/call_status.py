@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from tgis.router.errors import ReportedError
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -14,6 +16,14 @@ class Status(NamedTuple):
     code: grpc.StatusCode
     text: str
     trailing_metadata: tuple[tuple[str, str | bytes], ...] = ()
+
+
+class CallRefusedError(ReportedError):
+    """Error of a call that ends with a status for which there is no RouterError."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 async def end_call(context: Context, status: Status) -> None:

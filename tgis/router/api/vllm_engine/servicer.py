@@ -7,14 +7,13 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
 import grpc
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer as Servicer
 
-from tgis.router.api.grpc.call_status import Context
+from tgis.router.api.grpc.call_status import CallRefusedError, Context
 from tgis.router.api.http.default_sampling import read_default_sampling
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.merged_streams import merge
@@ -108,7 +107,8 @@ class VllmEngineServicer(Servicer):
         names = [CallName(tenant, each) for each in dict.fromkeys(request.request_ids) if each]
         aborted = [self._calls.abort(name) or await self._service.abort_elsewhere(name) for name in names]
         if request.request_ids and not any(aborted):
-            await context.abort(grpc.StatusCode.NOT_FOUND, "request_ids: no such request is generating")
+            text = "request_ids: no such request is generating"
+            raise CallRefusedError(grpc.StatusCode.NOT_FOUND, text)
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
@@ -162,17 +162,17 @@ class VllmEngineServicer(Servicer):
                     yield record
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        await _refuse(context, "embeddings are not served")
+        raise _not_served("embeddings are not served")
 
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        await _refuse(context, "there is no profiler")
+        raise _not_served("there is no profiler")
 
     async def StopProfile(
         self, request: common_pb2.StopProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        await _refuse(context, "there is no profiler")
+        raise _not_served("there is no profiler")
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context
@@ -181,9 +181,8 @@ class VllmEngineServicer(Servicer):
             yield chunk
 
 
-async def _refuse(context: Context, reason: str) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, reason)
-    raise AssertionError("abort ends the call")
+def _not_served(reason: str) -> CallRefusedError:
+    return CallRefusedError(grpc.StatusCode.UNIMPLEMENTED, reason)
 
 
 @contextmanager

@@ -16,10 +16,24 @@ from google.protobuf.message import DecodeError
 
 from tgis.log_limits import KIND
 from tgis.process.memory.release import MemoryRelease
-from tgis.router.api.grpc.call_status import Context, Status, drop_tracebacks, end_call
+from tgis.router.api.grpc.call_status import (
+    CallRefusedError,
+    Context,
+    Status,
+    drop_tracebacks,
+    end_call,
+)
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.slow_clients import SlowClients
-from tgis.router.errors import Code, OverloadedError, RequestError, RouterError, internal_error
+from tgis.router.errors import (
+    Code,
+    OverloadedError,
+    ReportedError,
+    RequestError,
+    RouterError,
+    SlowClientError,
+    internal_error,
+)
 from tgis.router.metrics.metric_types import Counter
 
 logger = logging.getLogger(__name__)
@@ -71,45 +85,48 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return grpc.stream_stream_rpc_method_handler(_refuse_unknown)
-        make_handler, method = self._wrap(handler)
+        name = handler_call_details.method.rpartition("/")[2]
+        make_handler, method = self._wrap(handler, name)
         return make_handler(
             method,
             request_deserializer=_with_size(handler.request_deserializer),
             response_serializer=_unless_bytes(handler.response_serializer),
         )
 
-    def _wrap(self, handler: Handler) -> tuple[Callable[..., Handler], Unary]:
+    def _wrap(self, handler: Handler, name: str) -> tuple[Callable[..., Handler], Unary]:
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler, self._wrap_unary(handler.unary_unary)
+            return grpc.unary_unary_rpc_method_handler, self._wrap_unary(handler.unary_unary, name)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler, self._wrap_stream(handler.unary_stream)
+            return grpc.unary_stream_rpc_method_handler, self._wrap_stream(handler.unary_stream, name)
         assert handler.stream_stream, "no service here has a stream of requests and one answer"
-        return grpc.stream_stream_rpc_method_handler, self._wrap_stream(handler.stream_stream)
+        return grpc.stream_stream_rpc_method_handler, self._wrap_stream(handler.stream_stream, name)
 
-    def _wrap_unary(self, method: Unary) -> Unary:
+    def _wrap_unary(self, method: Unary, name: str) -> Unary:
         async def call(request: Any, context: Context) -> Any:
             async def answer() -> Any:
                 return await method(self._message_of(request), context)
 
-            return await self._serve(answer(), request, context)
+            return await self._serve(name, answer(), request, context)
 
         return call
 
-    def _wrap_stream(self, method: Stream) -> Unary:
+    def _wrap_stream(self, method: Stream, name: str) -> Unary:
         async def call(request: Any, context: Context) -> None:
             async def send() -> None:
                 async with aclosing(method(self._message_of(request), context)) as responses:
                     await self._slow_clients.send(responses, context)
 
-            await self._serve(send(), request, context)
+            await self._serve(name, send(), request, context)
 
         return call
 
-    async def _serve(self, answering: Coroutine[Any, Any, Any], request: Any, context: Context) -> Any:
+    async def _serve(
+        self, name: str, answering: Coroutine[Any, Any, Any], request: Any, context: Context
+    ) -> Any:
         """Return the call's answer, or None if the call ended with a status."""
         received = request if isinstance(request, Received) else Received(None, 0)
         try:
-            answer, status = await _answer_or_status(answering)
+            answer, status = await self._answer_or_status(name, answering)
             received.message = None  # free the texts while a client waits or reads slowly
             if status is not None and status.code in PACED_CODES:
                 await self._pacing.wait(context.peer(), received.num_bytes)
@@ -128,12 +145,38 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             self._failures.add("validation")
             extra = {KIND: "gRPC unreadable"}
             logger.error("a call failed with %s: %s", Code.INVALID_ARGUMENT.name, UNREADABLE, extra=extra)
-            raise RequestError(UNREADABLE)
+            error = RequestError(UNREADABLE)
+            error.is_logged = True
+            raise error
         return request.message
 
     async def _messages_of(self, requests: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
         async for request in requests:
             yield self._message_of(request)
+
+    async def _answer_or_status(
+        self, name: str, answering: Coroutine[Any, Any, Any]
+    ) -> tuple[Any, Status | None]:
+        """Return a method's answer, or the status for its error. Removes the error's frames."""
+        try:
+            return await answering, None
+        except grpc.aio.AbortError as error:  # gRPC's own services end their calls themselves
+            drop_tracebacks(error)
+            return None, None
+        except Exception as error:
+            status = _status_of(error)
+            if isinstance(error, ReportedError) and not error.is_logged:
+                self._record(name, status.code, error)
+            drop_tracebacks(error)
+            return None, status
+        except asyncio.CancelledError as error:
+            drop_tracebacks(error)
+            raise
+
+    def _record(self, name: str, code: grpc.StatusCode, error: ReportedError) -> None:
+        """Count and log the refusal of a call that generates nothing."""
+        self._failures.add(_failure_label(error))
+        logger.warning("%s failed with %s: %s", name, code.name, error.log_text)
 
 
 async def _refuse_unknown(requests: AsyncIterable[Any], context: Context) -> None:
@@ -160,24 +203,17 @@ def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
     return write
 
 
-async def _answer_or_status(answering: Coroutine[Any, Any, Any]) -> tuple[Any, Status | None]:
-    """Return a method's answer, or the status for its error. Removes the error's frames."""
-    try:
-        return await answering, None
-    except grpc.aio.AbortError as error:  # gRPC's own services end their calls themselves
-        drop_tracebacks(error)
-        return None, None
-    except Exception as error:
-        status = _status_of(error)
-        drop_tracebacks(error)
-        return None, status
-    except asyncio.CancelledError as error:
-        drop_tracebacks(error)
-        raise
+def _failure_label(error: ReportedError) -> str:
+    """Return the label of a refusal in the metric of failures."""
+    if isinstance(error, OverloadedError):
+        return "conc_limit"
+    return "slow_reader" if isinstance(error, SlowClientError) else "validation"
 
 
 def _status_of(error: Exception) -> Status:
     """Return the client's status for `error`. An unforeseen error's text has only the id of the log line."""
+    if isinstance(error, CallRefusedError):
+        return Status(error.code, str(error))
     if isinstance(error, RouterError):
         code = STATUS[error.code]
         text = str(error)
