@@ -221,7 +221,7 @@ def test_afterwards_a_time_limit_alone(rpc: str, runs: dict[str, Run]) -> None:
     messages = answer.messages[0].responses if rpc == "Generate" else answer.messages
     assert messages[-1].stop_reason == pb.TIME_LIMIT
     assert 1 <= messages[-1].generated_token_count < 169
-    assert TIME_LIMIT_S <= elapsed < TIME_LIMIT_S + 2
+    assert elapsed >= TIME_LIMIT_S
 
 
 def test_afterwards_a_millisecond_is_enough_for_a_token(runs: dict[str, Run]) -> None:

@@ -143,7 +143,7 @@ def metric(http: str, series: str) -> float:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.02)

@@ -57,7 +57,7 @@ def test_after_a_kill(start: Callable[..., Service]) -> None:
     os.kill(first.process.pid, signal.SIGKILL)
     killed_at, second = time.monotonic(), start()
     while any(Path(f"/proc/{pid}").exists() for pid in children):
-        assert time.monotonic() < killed_at + 3
+        assert time.monotonic() < killed_at + 30
     assert ask(second.wait_until_serving()) == expected
     assert second.grpc_port == first.grpc_port
 

@@ -1,10 +1,13 @@
 """Fixtures that several folders of tests need."""
 
+from collections.abc import AsyncIterator
+
 import pytest
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 
+from tests.support.steady_clock import run_steady_clock
 from tests.support.wire_shapes import SHAPES, WIRE, buf
 
 
@@ -22,3 +25,10 @@ def frozen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     pool = DescriptorPool()
     pool.Add(file)
     return pool.FindFileByName(file.name)
+
+
+@pytest.fixture
+async def steady_clock() -> AsyncIterator[None]:
+    """A clock that does not count time during which the test's process stood still."""
+    async with run_steady_clock():
+        yield

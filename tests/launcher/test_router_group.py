@@ -15,6 +15,8 @@ from tgis.launcher.router_group import RouterGroup
 from tgis.process import heartbeat
 from tgis.process.child import GIVE_UP, Child, End
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 # Replaces the package of a child. Each start of a process takes the next word of its script: it crashes,
 # refuses to start, refuses after heartbeats or after it has served, or serves until a signal. Events are
 # lines of a file: time, event and process id.

@@ -15,6 +15,8 @@ from tgis.launcher.shard_group import ShardGroup
 from tgis.net.addresses import TcpAddress
 from tgis.process.child import End
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 KILLED, REFUSED, LOST = End("killed"), End("refused", is_refusal=True), End("the node is lost")
 
 

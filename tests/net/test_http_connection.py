@@ -22,6 +22,8 @@ from tgis.net.http.routes import LimitedRoute, RouteLimits
 from tgis.net.http.server import serve_http
 from tgis.net.http.slow_readers import SlowReadError
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 SHORT_S = 0.2
 CONFIG = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, slow_reader_timeout=SHORT_S)
 DATA_SEGMENTS = 152  # offset in the kernel's `struct tcp_info`

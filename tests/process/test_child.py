@@ -19,15 +19,24 @@ from tgis import log_output
 from tgis.process import heartbeat
 from tgis.process.child import Child
 
-FLOOD_BYTES = 100 << 20
-# Replaces the package of a child.
+FLOOD_BYTES = 100_000_000
+IS_READ = "is_read"
+# Replaces the package of a child. Its writes are buffered, because an interrupted write may be incomplete.
+# It ends when a file says that its output has been read, because a full log omits the last lines of a child
+# that has ended.
 FLOOD = f"""
-import os
+import os, time
 line = (b"x" * 9999 + b"\\n") * 100
-for _ in range({FLOOD_BYTES} // 2 // len(line)):
-    os.write(2, line)
-for _ in range({FLOOD_BYTES} // 2 >> 20):
-    os.write(1, b"y" * (1 << 20))
+with open(2, "wb", closefd=False) as stderr, open(1, "wb", closefd=False) as stdout:
+    for _ in range({FLOOD_BYTES} // 2 // len(line)):
+        stderr.write(line)
+    stderr.flush()
+    for _ in range({FLOOD_BYTES} // 2 // len(line)):
+        stdout.write(b"y" * len(line))
+    stdout.write(b"\\n")
+until = time.monotonic() + 60
+while not os.path.exists("{IS_READ}") and time.monotonic() < until:
+    time.sleep(0.01)
 os.write(2, b"\\nerror: the flood is over")
 os._exit(1)
 """
@@ -102,6 +111,7 @@ def parent(tmp_path: Path) -> list[str]:
     (tmp_path / "tgis").mkdir()
     (tmp_path / "tgis" / "__init__.py").touch()
     (tmp_path / "tgis" / "__main__.py").write_text(FLOOD)
+    (tmp_path / IS_READ).touch()
     import_ours = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})"
     return [sys.executable, "-c", import_ours + PARENT, str(tmp_path / "result")]
 
@@ -119,11 +129,14 @@ FIELDS = [None, {"process": "flood"}]
 @pytest.mark.parametrize("fields", FIELDS)
 def test_a_flood_passes(parent: list[str], tmp_path: Path, fields: dict[str, str] | None) -> None:
     num_bytes = 0
+    (tmp_path / IS_READ).unlink()
     command = [*parent, repr(fields), str(READING_STALLED_S)]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) as run:
         assert run.stderr is not None
         for line in run.stderr:
             num_bytes += len(line)
+            if num_bytes >= FLOOD_BYTES:
+                (tmp_path / IS_READ).touch()
             if fields:
                 entry = json.loads(line)
                 assert entry["process"] == "flood"
@@ -131,7 +144,7 @@ def test_a_flood_passes(parent: list[str], tmp_path: Path, fields: dict[str, str
             else:
                 assert line.startswith(b"Flood: ")
     check(tmp_path / "result")
-    assert num_bytes > 0.99 * FLOOD_BYTES
+    assert num_bytes >= FLOOD_BYTES
 
 
 @pytest.mark.parametrize("fields", FIELDS)

@@ -2,6 +2,7 @@
 
 The router releases their resources immediately, and waiting requests start."""
 
+import math
 import random
 import signal
 import subprocess
@@ -22,7 +23,8 @@ from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import shard_pb2
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
-LONG = {"stopping": stopping(190, min_new_tokens=190)}
+LONG_STEPS = 190  # at least, as long as no client leaves
+LONG = {"stopping": stopping(LONG_STEPS, min_new_tokens=LONG_STEPS)}
 LIMIT = 8
 KEEPALIVE_S = 1.0
 CLIENT = """
@@ -82,10 +84,13 @@ def test_a_cancelled_call_is_computed_no_further(small: tuple[Setup, dict[str, f
         for _ in range(4):
             next(call)
     else:
+        num_steps = shard.num_steps
         call = setup.stub.Generate.future(batch("a", **LONG))
-        time.sleep(0.4)
+        deadline = time.monotonic() + 30
+        while shard.num_steps < num_steps + 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     num_steps = shard.num_steps
-    assert num_steps
     call.cancel()
     assert_nothing_left(setup.http, baseline)
     # One step may be running, two are in flight, and one may be sent before the router notices the end.
@@ -103,10 +108,12 @@ def test_a_killed_client_leaves_nothing(small: tuple[Setup, dict[str, float]]) -
     assert client.stdout is not None
     with client.stdout:
         assert client.stdout.readline() == "running\n"
+        num_steps = setup.shards[0].num_steps
         assert scrape(setup.http)["tgi_requests_running"] == 1
         client.send_signal(signal.SIGKILL)
         client.wait()
-    assert_nothing_left(setup.http, baseline, timeout_s=3)
+    assert_nothing_left(setup.http, baseline)
+    assert setup.shards[0].num_steps - num_steps < LONG_STEPS / 2
 
 
 def test_a_client_whose_network_vanishes_leaves_nothing(small: tuple[Setup, dict[str, float]]) -> None:
@@ -119,11 +126,11 @@ def test_a_client_whose_network_vanishes_leaves_nothing(small: tuple[Setup, dict
         stream = GenerationServiceStub(channel).GenerateStream(single(**LONG))
         next(stream), next(stream)
         proxy.passes.clear()
-        began = time.monotonic()
+        num_steps = setup.shards[0].num_steps
         time.sleep(KEEPALIVE_S / 3)
         assert scrape(setup.http)["tgi_requests_live"] == 1
         assert_nothing_left(setup.http, baseline)
-        assert time.monotonic() - began < 190 * 0.1 / 2
+        assert setup.shards[0].num_steps - num_steps < LONG_STEPS / 2
     finally:
         proxy.close()
         channel.close()
@@ -158,7 +165,7 @@ def time_out(setup: Setup, text: str) -> None:
             setup.stub.Generate(batch(text), timeout=timeout_s)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         changes, timeout_s = outcomes(setup) - before, 2 * timeout_s
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while changes["cancelled"] < changes["calls"]:
         assert time.monotonic() < deadline, changes
         time.sleep(0.01)
@@ -167,7 +174,7 @@ def time_out(setup: Setup, text: str) -> None:
 
 def test_too_many_are_refused_at_once_and_use_no_slot(small: tuple[Setup, dict[str, float]]) -> None:
     setup, baseline = small
-    setup.shards[0].step_s = 0.02
+    setup.shards[0].step_s = 0.1
     refusals = 'tgi_request_failure_total{err="conc_limit"}'
     before = scrape(setup.http).get(refusals, 0.0)
     calls = [setup.stub.GenerateStream(single(f"{i}", **LONG)) for i in range(LIMIT)]
@@ -180,7 +187,7 @@ def test_too_many_are_refused_at_once_and_use_no_slot(small: tuple[Setup, dict[s
             setup.stub.Generate(batch("a"))
         slowest = max(slowest, time.monotonic() - began)
     print(f"slowest refusal: {1000 * slowest:.1f} ms")
-    assert slowest < 2
+    assert slowest < 10
     for call in calls:
         call.cancel()
     assert_nothing_left(setup.http, baseline)
@@ -193,34 +200,41 @@ def test_no_sequence_starves_behind_new_ones(small: tuple[Setup, dict[str, float
     """Check that at most LIMIT requests in the queue start before a long prompt with a long answer."""
     setup, baseline = small
     setup.shards[0].step_s = 0.005
-    until = time.monotonic() + 1
+    opened, max_opened = Opened(setup), math.inf
     long = "girl fox " * 20
 
     def hurry(worker: int) -> None:
         number = 0
-        while time.monotonic() < until:
+        while len(opened.prompts) < max_opened:
             setup.stub.Generate(batch(f"{worker} {number}", stopping=stopping(3)))
             number += 1
 
-    opened = Opened(setup)
-    try:
-        with ThreadPoolExecutor(5) as threads:
+    with ThreadPoolExecutor(5) as threads:
+        try:
             workers = [threads.submit(hurry, worker) for worker in range(5)]
-            time.sleep(0.3)
+            wait_for_opened(opened, LIMIT)
             num_before = len(opened.prompts)
             stream = setup.stub.GenerateStream(single(long, stopping=stopping(60, min_new_tokens=60)))
             next(stream)  # the stream is in the queue
             num_ahead = len(opened.prompts) - num_before
+            max_opened = len(opened.prompts) + 5 * LIMIT
             assert list(stream)[-1].generated_token_count == 60
             for worker in workers:
-                worker.result(30)
-    finally:
-        opened.close()
+                worker.result(60)
+        finally:
+            max_opened = 0
+            opened.close()
     place = opened.prompts.index(setup.tokenizer.encode(long).ids) - num_before
     print(f"{place} others began first, {num_ahead} of them before it was in the queue")
     assert place <= num_ahead + LIMIT
-    assert len(opened.prompts) - num_before > 3 * LIMIT, "newcomers went on arriving"
     assert_nothing_left(setup.http, baseline)
+
+
+def wait_for_opened(opened: Opened, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(opened.prompts) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.slow

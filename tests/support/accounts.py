@@ -53,7 +53,7 @@ def differences_of(samples: Mapping[str, float], baseline: Mapping[str, float]) 
     return {name: value for name, value in result.items() if value}
 
 
-def assert_nothing_left(http: str, baseline: Mapping[str, float], timeout_s: float = 10.0) -> None:
+def assert_nothing_left(http: str, baseline: Mapping[str, float], timeout_s: float = 20.0) -> None:
     """Wait until all resources are released. Cancelled work ends slightly later than its client."""
     deadline = time.monotonic() + timeout_s
     while left := differences(http, baseline):

@@ -92,7 +92,7 @@ def test_the_pace_scales_all_times(tmp_path: Path) -> None:
 def test_a_budget_ends_everything(tmp_path: Path) -> None:
     began = time.monotonic()
     results = run_cases(tmp_path, [make_case("hang"), make_case("work")], budget=1.2)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     assert [each.value for each in results["hang"]] == [1.0, "out of time"]
     assert [each.value for each in results["work"]] == ["not begun"]
 

@@ -17,6 +17,8 @@ from tgis.net.http import uvicorn_internals
 from tgis.net.http.routes import LimitedRoute, RouteLimits
 from tgis.net.http.server import serve_http
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 LIMIT_S = 0.2
 FEW = RouteLimits(LIMIT_S, 2)
 CONFIG = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0)

@@ -12,6 +12,8 @@ from tgis.router.adapters import residency
 from tgis.router.errors import UnavailableError
 from tgis.router.shards import client
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 ALIVE_S = 0.3
 WATCH_S = LIMIT_S + 2 * ALIVE_S  # until the launcher would notice a hanging shard
 NUM_CALLS = 9

@@ -29,6 +29,8 @@ from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.sequence import AdapterKind, Sequence, Stopping
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 
 @pytest.fixture
 async def group(tmp_path: Path) -> AsyncIterator[Group]:

@@ -33,6 +33,8 @@ from tgis.router.metrics.engine_load import EngineLoad
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.request_rates import RequestRates
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 TOKENIZE = pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="a")])
 ASK = "endpoint-load-metrics-format"
 # gRPC's client takes this report from the trailing metadata and does not show it.

@@ -181,7 +181,7 @@ class Log:
         """Wait for `count` lines about refusals, and return their messages. No line may have the mark, except
         where it is the name of a model or an adapter."""
         self._connection.close()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while len(self._refusals()) < count and time.monotonic() < deadline:
             time.sleep(0.02)
         for line in self._service.lines[self._begin :]:

@@ -26,6 +26,8 @@ from tgis.router.engine.token_timeouts import TokenTimeouts
 from tgis.router.events import Ended, Event, RequestTimes, TimedOut
 from tgis.router.sequence import Sequence, Stopping, TokenDetail
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 PROMPT = (21, 22, 23, 24, 25)
 LENGTH = 24
 LIMIT_S, HANG_S = 0.2, 0.6

@@ -153,7 +153,7 @@ def values(setup: Setup) -> dict[str, float]:
 
 def settle(setup: Setup) -> None:
     """Wait until the steps of cancelled requests are answered."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while True:
         seen = values(setup)
         sent, answered, failed = (
@@ -166,7 +166,7 @@ def settle(setup: Setup) -> None:
         time.sleep(0.02)
 
 
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 5) -> None:
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 30) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline
@@ -327,9 +327,9 @@ def test_cancelled_inputs_are_counted_once_each(lost: Setup) -> None:
         requests = [pb.GenerationRequest(text=text) for text in ("a", "b", "c")]
         params = pb.Parameters(stopping=criteria)
         call = lost.stub.Generate.future(pb.BatchedGenerationRequest(requests=requests, params=params))
-        time.sleep(0.3)
+        wait_until(lambda: values(lost)["tgi_requests_running{}"] == 3)
         call.cancel()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while changed.of("tgi_request_failure", err="cancelled") < 3:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -345,7 +345,7 @@ def test_an_input_that_expires_in_the_queue_is_a_timeout_and_a_success(lost: Set
     long = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=190, min_new_tokens=190))
     call = lost.stub.Generate.future(pb.BatchedGenerationRequest(requests=busy, params=long))
     try:
-        time.sleep(0.3)
+        wait_until(lambda: values(lost)["tgi_batch_current_size{}"] == MAX_BATCH_SIZE)
         criteria = pb.StoppingCriteria(time_limit_millis=200)
         [response] = generate(lost, "b", stopping=criteria).responses
     finally:

@@ -96,10 +96,10 @@ async def test_a_call_is_aborted_in_the_worker_that_serves_it(tmp_path: Path) ->
         assert not await second.abort_elsewhere(OTHER), "the call belongs to another tenant"
         assert not await first.abort_elsewhere(NAME), "the worker itself does not ask for its own calls"
         assert await second.abort_elsewhere(NAME)
-        assert await asyncio.wait_for(aborted.get(), 5) == NAME
+        assert await asyncio.wait_for(aborted.get(), 60) == NAME
         await workers.replace_engine()
         assert await second.abort_elsewhere(NAME), "workers report their calls to the next engine process"
-        assert await asyncio.wait_for(aborted.get(), 5) == NAME
+        assert await asyncio.wait_for(aborted.get(), 60) == NAME
         first.release(claim_id)
         first.release(await first.acquire(1))  # its answer comes after the release
         assert not await second.abort_elsewhere(NAME)

@@ -37,7 +37,7 @@ class Socket:
 
     async def is_closed(self) -> bool:
         """Wait for the end of the connection, and return whether no data came."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             try:
                 return await self.reader.read(1) == b""
             except ConnectionResetError:

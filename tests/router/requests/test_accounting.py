@@ -44,7 +44,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Setup]]:
 
 def lines(setup: Setup, count: int) -> list[dict[str, object]]:
     """Wait for `count` log lines of requests, and return their records."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while True:
         records = [json.loads(line) for line in setup.service.lines if line.startswith("{")]
         matching = [record for record in records if "request_id" in record]

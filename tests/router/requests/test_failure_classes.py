@@ -57,7 +57,7 @@ def be_cancelled(setup: Setup) -> None:
 
 
 def be_late(setup: Setup) -> None:
-    setup.stub.Generate(batch("a", **LONG), metadata=TOKEN, timeout=0.3)
+    setup.stub.Generate(batch("a", **LONG), metadata=TOKEN, timeout=1.5)
 
 
 def be_refused_by_a_shard(setup: Setup) -> None:
@@ -123,12 +123,12 @@ CLASSES: dict[str, tuple[Callable[[Setup], None], grpc.StatusCode, str, tuple[st
 def test_once_each(guarded: tuple[Setup, dict[str, float]], name: str) -> None:
     setup, baseline = guarded
     make, code, label, record = CLASSES[name]
-    setup.shards[0].step_s = 0.01
+    setup.shards[0].step_s = 0.02
     counted, num_records = failures(setup), len(records(setup))
     with pytest.raises(grpc.RpcError) as caught:
         make(setup)
     assert caught.value.code() is code
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not (failures(setup) - counted and len(records(setup)) > num_records):
         assert time.monotonic() < deadline, (failures(setup) - counted, records(setup)[num_records:])
         time.sleep(0.02)

@@ -196,8 +196,8 @@ def test_tokens_that_never_spell_a_character_cost_no_more_each(tmp_path: Path, k
     fast = KINDS[kind](tmp_path)
     token_id = fast.token_to_id("<0xFF>" if "fallback" in kind else "ÿ") or 2
     detokenizer = Vocabulary(Tokenizer(tmp_path, 1)).detokenizer()
-    started = time.perf_counter()
+    started = time.thread_time()
     pieces = [detokenizer.push(token_id) for _ in range(20 * MAX_UNIT)]
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
     if "fallback" in kind:
         assert max(map(len, pieces)) == MAX_UNIT

@@ -207,9 +207,9 @@ def test_a_cluster_without_end_costs_no_more_per_token(tmp_path: Path) -> None:
     vocabulary = word_level(tmp_path, ["a", "Ìģ"], decoders.ByteLevel())  # U+0301 in the byte alphabet
     num = 20_000
     text_stream = stream(vocabulary, max_new_tokens=2 * num)
-    started = time.perf_counter()
+    started = time.thread_time()
     shown = [text_stream.push(token_id).text for token_id in [2, *[3] * num]]
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
     assert max(map(len, shown)) <= MAX_CLUSTER
     assert len("".join(shown)) > num - MAX_CLUSTER
     assert "".join(shown) + text_stream.flush() == "a" + "\u0301" * num

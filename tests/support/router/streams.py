@@ -26,7 +26,7 @@ class Streams:
         self.started = threading.Barrier(count + 1)
         self._threads = ThreadPoolExecutor(count)
         self._results: list[Future[str]] = [self._threads.submit(self._read, text) for text in self.texts]
-        self.started.wait(10)
+        self.started.wait(60)
 
     def _read(self, text: str) -> str:
         parts, waited = [], False
@@ -34,16 +34,16 @@ class Streams:
             parts.append(response.text)
             if response.generated_token_count and not waited:
                 waited = True
-                self.started.wait(10)
+                self.started.wait(60)
         return "".join(parts)
 
     def results(self) -> list[str]:
         with self._threads:
-            return [result.result(30) for result in self._results]
+            return [result.result(120) for result in self._results]
 
     def failures(self) -> list[grpc.RpcError]:
         with self._threads:
-            return [result.exception(30) for result in self._results]  # type: ignore[misc]
+            return [result.exception(120) for result in self._results]  # type: ignore[misc]
 
     def errors(self) -> list[grpc.StatusCode]:
         return [failure.code() for failure in self.failures()]

@@ -227,11 +227,11 @@ def test_time_limit_returns_the_tokens_so_far(router: Setup) -> None:
         started = time.monotonic()
         criteria = stopping(190, min_new_tokens=190, time_limit_millis=300)
         [response] = router.stub.Generate(batch("a", stopping=criteria)).responses
-        assert 0.3 < time.monotonic() - started < 5, "all tokens take 9.5 s"
+        assert time.monotonic() - started > 0.3
     finally:
         router.shards[0].step_s = 0.001
     assert response.stop_reason == pb.TIME_LIMIT
-    assert 0 < response.generated_token_count < 20
+    assert 0 < response.generated_token_count < 100
     tokens = expected_tokens(router, "a", response.generated_token_count)
     if EOS not in tokens:
         assert response.text == expected_text(router, tokens)
@@ -277,7 +277,7 @@ def test_a_deadline_behind_a_full_batch_ends_the_wait(router: Setup) -> None:
     try:
         crowd = batch(*["a"] * 16, stopping=stopping(25, min_new_tokens=25))
         ahead = router.stub.Generate.future(crowd)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while metric(router, "tgi_batch_current_size") < 16:
             assert time.monotonic() < deadline
         [response] = router.stub.Generate(batch("late", stopping=ONE_MILLISECOND)).responses
@@ -450,7 +450,10 @@ def test_a_gone_deadline_ends_the_work(router: Setup) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             router.stub.Generate(batch("a", stopping=stopping(190, min_new_tokens=190)), timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        time.sleep(0.3)
+        deadline = time.monotonic() + 30
+        while metric(router, "tgi_requests_running"):
+            assert time.monotonic() < deadline
+        time.sleep(0.3)  # for the steps in flight
         num_steps = router.shards[0].num_steps
         time.sleep(0.3)
         assert router.shards[0].num_steps == num_steps

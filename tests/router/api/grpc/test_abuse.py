@@ -35,7 +35,7 @@ from tests.support.router.router_usage import RouterProcesses
 from tgis.pb import generation_pb2 as pb
 
 HOST, SEED = "127.0.0.1", 20
-SLOWEST_S = 5.0  # limit for the other client's calls, on a machine that others use too
+SLOWEST_S = 10.0  # limit for the other client's calls, on a machine that others use too
 GROWTH_MIB = 60
 PIPES = 2  # pipes of another process that compiles constraints, because two calls arrive at once
 IDLE = ("tgi_requests_live", "tgi_permits_used", "tgi_queue_size", "tgi_kv_cache_usage_ratio")
@@ -210,7 +210,7 @@ def test_half_requests_do_not_use_up_the_http_port(router: Setup, baseline: Base
             for i in range(300):
                 ends.enter_context(open_http(router, b"GET /metrics HTTP/1.1\r\nHost: a\r\n"[: i % 30]))
             assert get(router.http + "/health") == (200, "")
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             while baseline.processes.num_fds - baseline.num_fds >= 150:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)

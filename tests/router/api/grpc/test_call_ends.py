@@ -94,12 +94,12 @@ def cancel_tokenizing(setup: Setup) -> None:
 
 
 def be_late(setup: Setup) -> None:
-    setup.stub.Generate(batch("a", stopping=LONG), metadata=METADATA, timeout=0.3)
+    setup.stub.Generate(batch("a", stopping=LONG), metadata=METADATA, timeout=1.5)
 
 
 def slowly(call: Callable[[Setup], object]) -> Callable[[Setup], object]:
     def run(setup: Setup) -> None:
-        setup.shards[0].step_s = 0.01
+        setup.shards[0].step_s = 0.02
         try:
             call(setup)
         finally:

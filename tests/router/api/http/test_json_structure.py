@@ -16,6 +16,8 @@ from tgis.router.api.http.json_bodies import LONG_BYTES, BodyReader, Turns
 from tgis.router.api.http.json_structure import LIGHT, BodyLimits, Weight, check_structure
 from tgis.router.errors import OverloadedError, RequestError
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 LIMITS = BodyLimits(max_sequence_length=2048)
 MODEL_OF_LONG_TEXTS = BodyLimits(max_sequence_length=1 << 17)
 TEXTS = ("", "a", ",[]{}", '"', "\\", '\\"', "\\\\", '["a","b"]', "é\n", "\\u0022")

@@ -15,6 +15,8 @@ from tests.support.router.served_lmi import ask, open_lmi
 from tgis.net.framing import frame
 from tgis.pb import shard_pb2
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 STREAM = inputs(max_new_tokens=8, details=True) | {"stream": True}
 
 

@@ -198,7 +198,7 @@ def scrape(setup: Setup) -> str:
 
 
 def wait_for(setup: Setup, text: str) -> str:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while text not in (shown := scrape(setup)):
         assert time.monotonic() < deadline, f"{text}\n{shown}"
         time.sleep(0.02)

@@ -104,7 +104,7 @@ def slow_steps(router: Setup, step_s: float) -> Iterator[None]:
         router.shards[0].step_s = usual
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> float:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> float:
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < timeout_s
