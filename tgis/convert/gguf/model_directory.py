@@ -61,7 +61,7 @@ def write_settings(files: GgufFiles, directory: Path) -> None:
     vocabulary = GgufVocabulary(files.metadata)
     settings = make_settings(vocabulary) | _read_templates(files.metadata)
     _write(directory / "tokenizer_config.json", settings)
-    make_tokenizer(vocabulary).save(str(directory / "tokenizer.json"))
+    make_tokenizer(vocabulary).save(str(directory / "tokenizer.json"), pretty=False)
     _write(directory / "generation_config.json", _make_generation_config(vocabulary))
 
 
