@@ -1,6 +1,7 @@
 """The GGUF files of a model's name, and their refusal by commands that do not read them."""
 
 import shlex
+import threading
 from pathlib import Path
 
 import click
@@ -10,7 +11,14 @@ from click.testing import CliRunner
 from tgis.cli import models
 from tgis.cli.main import main
 from tgis.cli.quantize import quantize
-from tgis.hub.gguf_files import find_gguf, find_named_place, refuse_gguf, refuse_gguf_on_hub, split_set
+from tgis.hub.gguf_files import (
+    find_gguf,
+    find_named_place,
+    refuse_gguf,
+    refuse_gguf_on_hub,
+    split_set,
+    wait_for_tokenizer,
+)
 from tgis.hub.model_files import ModelNotFoundError
 
 NAME = "small-q4.gguf"
@@ -141,3 +149,15 @@ def test_commands(command: click.Command, more: list[str], file: Path, tmp_path:
         result = CliRunner().invoke(command, [str(place), *more], env=env)
         assert result.exit_code == 1
         check(result.stderr.splitlines()[-1], file)
+
+
+def test_a_tokenizer_is_awaited_while_it_is_written(tmp_path: Path) -> None:
+    wait_for_tokenizer(tmp_path)
+    unfinished = tmp_path / "tokenizer.json.part"
+    unfinished.touch()
+    finished = tmp_path / "tokenizer.json"
+    timer = threading.Timer(0.05, unfinished.rename, (finished,))
+    timer.start()
+    wait_for_tokenizer(tmp_path)
+    assert finished.exists()
+    timer.join()

@@ -75,3 +75,18 @@ def test_a_damaged_file_ends_the_start(file: Path, tmp_path: Path) -> None:
     )
     log = (tmp_path / "termination-log").read_text()
     assert log == service.lines[-1].removeprefix("error: ") + "\n"
+
+
+def test_a_tokenizer_that_cannot_be_written_ends_the_start(file: Path, tmp_path: Path) -> None:
+    """It is written while the shard loads the model."""
+    content = file.read_bytes()
+    merge = b"\x03\0\0\0\0\0\0\0a b"
+    assert content.count(merge) == 1
+    file.write_bytes(content.replace(merge, merge.replace(b"a b", b"a_b")))
+    service = launch(file, tmp_path)
+    assert service.process.wait(60) == 1
+    assert service.end() == 1
+    assert service.lines[-1] == (
+        f"error: gguf: {file}: tokenizer.ggml.merges contains 'a_b', which is not a pair of tokens"
+    )
+    assert any(line.endswith(f": loading {file} on 1 shard") for line in service.lines), service.output

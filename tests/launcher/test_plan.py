@@ -235,6 +235,12 @@ def test_inputs_leave_room_for_a_token(config: LauncherConfig) -> None:
     assert str(error.value) == "max_input_tokens (100) must be less than max_sequence_length (100)"
 
 
+def test_a_tokenizer_that_is_being_written(config: LauncherConfig) -> None:
+    tokenizer = Path(config.model_name) / "tokenizer.json"
+    tokenizer.rename(tokenizer.with_name("tokenizer.json.part"))
+    assert make_plan(config).has_fast_tokenizer
+
+
 def test_another_tokenizer(config: LauncherConfig, tmp_path: Path) -> None:
     model = Path(config.model_name)
     (model / "tokenizer.json").unlink()

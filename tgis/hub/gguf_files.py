@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import time
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,6 +17,11 @@ PROJECTOR = "mmproj"  # prefix of files with the part of a model that reads imag
 COMMAND = "text-generation-server convert-to-safetensors"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MAX_SHOWN = 5
+TOKENIZER = "tokenizer.json"
+UNFINISHED_TOKENIZER = f"{TOKENIZER}.part"
+"""Name of a GGUF model's tokenizer while it is being written, which takes seconds for a large vocabulary.
+Meanwhile, the processes that serve the model import their libraries and read weights."""
+POLL_S = 0.02
 
 
 def find_gguf(name: str, revision: str | None, cache: Path) -> list[Path] | None:
@@ -35,6 +41,12 @@ def find_gguf(name: str, revision: str | None, cache: Path) -> list[Path] | None
     if os.path.isfile(place):
         return _list_parts(place) if _is_gguf(place) else None
     return _only_model(place)
+
+
+def wait_for_tokenizer(directory: Path) -> None:
+    """Wait while a directory's tokenizer is being written. If that fails, the launcher ends this process."""
+    while (directory / UNFINISHED_TOKENIZER).exists():
+        time.sleep(POLL_S)
 
 
 def find_named_place(directory: Path) -> Path:

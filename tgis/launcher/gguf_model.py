@@ -1,12 +1,13 @@
 """Creates the directory from which a GGUF model is served, in a child process because its libraries are
 large."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from tgis.config.processes import LauncherConfig
-from tgis.hub.gguf_files import find_gguf
+from tgis.hub.gguf_files import POLL_S, UNFINISHED_TOKENIZER, find_gguf
 from tgis.launcher.child_configs import line_fields
 from tgis.launcher.plan import LaunchError, hub_cache
 from tgis.process.child import Child
@@ -21,26 +22,36 @@ class GgufModel:
 
     def __init__(self, config: LauncherConfig, files: Sequence[Path]) -> None:
         """Create the empty directory. Raises RunDirectoryError."""
-        self._config = config
         self._files = files
         self._directory = RunDirectory()
         self.path = self._directory.path / "model"
         self.path.mkdir()
+        command = ["read-gguf", *(str(file.absolute()) for file in files), str(self.path)]
+        self._child = Child("gguf", command, LineForm("GGUF: ", line_fields(config, "gguf")))
 
-    async def read(self) -> None:
-        """Write the configuration and tokenizer of the files to the directory. Raises LaunchError."""
+    async def begin(self) -> None:
+        """Start to read the files, and return when only the tokenizer is missing. Raises LaunchError."""
         logger.info("reading %s", self._files[0])
-        command = ["read-gguf", *(str(file.absolute()) for file in self._files), str(self.path)]
-        child = Child("gguf", command, LineForm("GGUF: ", line_fields(self._config, "gguf")))
+        await self._child.start()
+        ended = asyncio.create_task(self.finish())
         try:
-            await child.start()
-            end = await child.wait()
+            while not (ended.done() or (self.path / UNFINISHED_TOKENIZER).exists()):
+                await asyncio.wait((ended,), timeout=POLL_S)
+            if ended.done():
+                ended.result()
         finally:
-            await child.kill()
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
+
+    async def finish(self) -> None:
+        """Wait until the tokenizer is written. Raises LaunchError."""
+        end = await self._child.wait()
         if not end.is_success:
             raise LaunchError(end.text)
 
-    def remove(self) -> None:
+    async def close(self) -> None:
+        """Kill the process and remove the directory."""
+        await self._child.kill()
         self._directory.remove()
 
 

@@ -7,9 +7,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 from tgis.config.processes import LauncherConfig
-from tgis.launcher.gguf_model import find_gguf_model
+from tgis.launcher.gguf_model import GgufModel, find_gguf_model
 from tgis.launcher.leader import Leader
 from tgis.launcher.nodes.follower import Follower
+from tgis.launcher.nodes.local_node import run_all
 from tgis.launcher.nodes.shard_process import ShardProcesses
 from tgis.launcher.plan import Plan, count_shards, make_plan, uses_gpus
 from tgis.launcher.shared_ports import check_ports
@@ -42,13 +43,13 @@ async def _run(config: LauncherConfig) -> None:
     shards = ShardProcesses(config, num_shards)
     try:
         await shards.start()
-        if gguf is None or await _finish(gguf.read(), stopping):
+        if gguf is None or await _finish(gguf.begin(), stopping):
             plan = make_plan(config, gguf.path if gguf else None, num_shards)
-            await _run_node(config, plan, shards, stopping, aborting)
+            await _run_node(config, plan, shards, gguf, stopping, aborting)
     finally:
         await shards.kill()
         if gguf is not None:
-            gguf.remove()
+            await gguf.close()
 
 
 def _handle_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
@@ -85,13 +86,15 @@ async def _run_node(
     config: LauncherConfig,
     plan: Plan,
     shards: ShardProcesses,
+    gguf: GgufModel | None,
     stopping: asyncio.Event,
     aborting: asyncio.Event,
 ) -> None:
     node = (Follower if config.node_rank else Leader)(config, plan, shards)
     shards_text = "1 shard" if plan.num_shards == 1 else f"{plan.num_shards} shards"
     logger.info("loading %s on %s", plan.base_name or config.model_name, shards_text)
-    main = asyncio.create_task(node.run())
+    # The tokenizer of a GGUF model is written while the shards load.
+    main = asyncio.create_task(run_all((node.run(), gguf.finish())) if gguf else node.run())
     stop = asyncio.create_task(stopping.wait())
     abort = asyncio.create_task(aborting.wait())
     try:

@@ -11,6 +11,7 @@ from tgis.config.serving import SHORT_SEQUENCE
 from tgis.errors import OperatorError
 from tgis.hub import model_files
 from tgis.hub.cache import cache_root, find_model, find_model_files
+from tgis.hub.gguf_files import TOKENIZER, UNFINISHED_TOKENIZER
 from tgis.hub.speculators import find_base_name, find_speculator
 from tgis.hub.startup_adapters import resolve_adapter_options
 from tgis.process.control_groups import count_cores
@@ -23,7 +24,6 @@ END_S = 5.0  # time for processes to exit after the last request has ended
 GIVE_UP_S = 12.0  # time for the router to end its calls if the shards are not restarted
 FEW_CORES = 4  # up to which the default is one router worker
 MAX_ROUTER_WORKERS = 8  # by default
-TOKENIZER = "tokenizer.json"
 ALL_DEVICES = (None, "all", "void")  # values of NVIDIA_VISIBLE_DEVICES that list no devices
 
 
@@ -44,7 +44,8 @@ class Plan:
     router_workers: int
     """Number of router processes that share the public ports; a single one also runs the engine."""
     has_fast_tokenizer: bool
-    """True if there is a tokenizer.json; otherwise it is created at start-up."""
+    """True if there is a tokenizer.json or a GGUF model's is being written; otherwise one is created at
+    start-up."""
     adapters: AdapterOptions
     fingerprint: str
     """Fingerprint of the model's configuration and weights, from the names and sizes of their files."""
@@ -78,9 +79,9 @@ def make_plan(config: LauncherConfig, gguf_path: Path | None = None, num_shards:
         logger.info("no speculator is loaded, because --speculate is 0")
     model_config = model_files.read_config(path)
     tokenizer = _find_tokenizer(config.tokenizer_name, cache) if config.tokenizer_name else path
-    has_fast = (tokenizer / TOKENIZER).is_file()
+    has_fast = any((tokenizer / name).is_file() for name in (UNFINISHED_TOKENIZER, TOKENIZER))
     if not has_fast and not model_files.has_tokenizer_to_convert(tokenizer):
-        raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
+        raise LaunchError("No existing fast tokenizer (tokenizer.json) found")
     length = _choose_length(config.max_sequence_length, model_config, config.rope_factor)
     if config.max_input_tokens is not None and config.max_input_tokens >= length:
         raise LaunchError(

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tgis.hub.cache import is_utf8
-from tgis.launcher.plan import TOKENIZER, LaunchError, Plan
+from tgis.hub.gguf_files import TOKENIZER
+from tgis.launcher.plan import LaunchError, Plan
 from tgis.logs import Scalar
 from tgis.net.framing import steps_path
 from tgis.process.child import Child

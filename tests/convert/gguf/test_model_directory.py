@@ -1,5 +1,6 @@
 """The directory from which a GGUF file is served, and inconsistent files."""
 
+import contextlib
 import json
 import random
 import shutil
@@ -214,6 +215,21 @@ def test_factors_that_are_not_those_of_gemma_4(factors: tuple[float, ...], tmp_p
         ConversionError, match=r"rope_freqs\.weight, which is missing|factors 1.*not supported"
     ):
         write_model_directory([path], tmp_path)
+
+
+def test_the_tokenizer_is_written_last(tmp_path: Path) -> None:
+    """If it cannot be written, everything else is there, because shards may load the model meanwhile."""
+    names = {"config.json", "generation_config.json", "tokenizer_config.json", "a.gguf"}
+    for folder, changes, last in (
+        ("good", [], "tokenizer.json"),
+        ("bad", [lambda writer: remerge(writer, ["ab"])], "tokenizer.json.part"),
+    ):
+        directory = tmp_path / folder
+        directory.mkdir()
+        path = write(tmp_path / "a.gguf", *changes)
+        with contextlib.suppress(ConversionError):
+            write_model_directory([path], directory)
+        assert {file.name for file in directory.iterdir()} == names | {last}
 
 
 LONG_TEXT = "a" * 100_000

@@ -16,7 +16,7 @@ from tgis.convert.gguf.metadata import Metadata, cut
 from tgis.convert.gguf.tensor_names import refuse_unknown
 from tgis.convert.gguf.tokenizer import CONTROL, KEY, GgufVocabulary, make_settings, make_tokenizer
 from tgis.errors import first_line
-from tgis.hub.gguf_files import SUFFIX
+from tgis.hub.gguf_files import SUFFIX, TOKENIZER, UNFINISHED_TOKENIZER
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,17 @@ HARMONY_MESSAGE_END = "<|end|>"
 
 
 def write_model_directory(paths: Sequence[Path], directory: Path) -> None:
-    """Write the files and links into an empty directory. Raises ConversionError."""
+    """Write the files and links into an empty directory, the tokenizer last. Raises ConversionError."""
     files = open_gguf(paths)
-    write_settings(files, directory)
+    vocabulary = _write_descriptions(files, directory)
     types = Counter(tensor.place.type.name for tensor in files.tensors.values())
     counts = ", ".join(f"{count} of {name}" for name, count in types.most_common())
     logger.info("a model of architecture %s, with tensors: %s", files.metadata.architecture, counts)
     _link_files(paths, directory)
+    unfinished = directory / UNFINISHED_TOKENIZER
+    unfinished.touch()
+    make_tokenizer(vocabulary).save(str(unfinished), pretty=False)
+    unfinished.replace(directory / TOKENIZER)
 
 
 def write_weights_directory(paths: Sequence[Path], directory: Path) -> None:
@@ -57,12 +61,18 @@ def _link_files(paths: Sequence[Path], directory: Path) -> None:
 
 def write_settings(files: GgufFiles, directory: Path) -> None:
     """Write configuration, tokenizer and templates. Raises ConversionError."""
+    vocabulary = _write_descriptions(files, directory)
+    make_tokenizer(vocabulary).save(str(directory / TOKENIZER), pretty=False)
+
+
+def _write_descriptions(files: GgufFiles, directory: Path) -> GgufVocabulary:
+    """Write configuration and templates. Return the vocabulary, which lacks only the tokenizer's file."""
     _write_config(files, directory)
     vocabulary = GgufVocabulary(files.metadata)
     settings = make_settings(vocabulary) | _read_templates(files.metadata)
     _write(directory / "tokenizer_config.json", settings)
-    make_tokenizer(vocabulary).save(str(directory / "tokenizer.json"))
     _write(directory / "generation_config.json", _make_generation_config(vocabulary))
+    return vocabulary
 
 
 def _write_config(files: GgufFiles, directory: Path) -> None:

@@ -5,13 +5,14 @@ Some known normalizers shrink text by at most a known factor. Some known pre-tok
 shrink text. A BPE model that has every byte drops nothing, and its tokens represent no more than their own
 text. Post-processors only add tokens. If any part is not known to follow these rules, there is no bound."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tokenizers
 from tokenizers import pre_tokenizers
+
+from tgis.router.text.tokenizer_parts import read_parts
 
 Part = Mapping[str, Any]
 
@@ -40,7 +41,7 @@ BYTE_FALLBACK_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 def max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
     """Return the maximum UTF-8 bytes of text per token, including special tokens; None without a proof."""
-    parts = json.loads(tokenizer.to_str())
+    parts = read_parts(tokenizer)
     if parts.keys() != PARTS:
         return None
     steps = list(_flatten(parts["pre_tokenizer"]))
@@ -53,9 +54,11 @@ def max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
         and _only_adds(list(_flatten(parts["post_processor"])))
     )
     is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
-    vocab_size = tokenizer.get_vocab_size(with_added_tokens=False)
-    longest_entry = _longest_entry(parts["model"], is_byte_level, vocab_size)
-    if not is_known or longest_entry is None:
+    if not is_known:
+        return None
+    vocab = tokenizer.get_vocab(with_added_tokens=False)
+    longest_entry = _longest_entry(parts["model"], vocab, is_byte_level)
+    if longest_entry is None:
         return None
     spellings = [_longest_spelling(tokenizer, token) for token in parts["added_tokens"]]
     return math.ceil(factor * max([longest_entry, *spellings]))
@@ -107,15 +110,14 @@ def _only_adds(processors: list[Part]) -> bool:
     return False
 
 
-def _longest_entry(model: Part, is_byte_level: bool, vocab_size: int) -> int | None:
+def _longest_entry(model: Part, vocab: Mapping[str, int], is_byte_level: bool) -> int | None:
     """Return the maximum bytes of normalized text that a token of the model represents. Return None if the
     model is not BPE, lacks a byte, or has tokens that may represent more than their own text."""
     if model["type"] != "BPE" or model.keys() != BPE_FIELDS:
         return None
     if model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         return None
-    vocab = model["vocab"]
-    if len(vocab) != vocab_size:  # some entries share an id, and therefore their merges
+    if len({*vocab.values()}) != len(vocab):  # some entries share an id, and therefore their merges
         return None
     if is_byte_level and vocab.keys() >= BYTE_LEVEL_ALPHABET:
         return max(map(len, vocab))  # each character is a byte

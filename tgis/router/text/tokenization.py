@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
+from tgis.hub.gguf_files import wait_for_tokenizer
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError, StartupError
 
@@ -53,6 +54,7 @@ class TokenizeJob(NamedTuple):
 
 def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     """Load the tokenizer in a directory. Raises StartupError if there is no readable one."""
+    wait_for_tokenizer(directory)
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise StartupError("No existing fast tokenizer (tokenizer.json) found")

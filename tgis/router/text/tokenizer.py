@@ -1,7 +1,6 @@
 """Tokenizes text outside the event loop, and looks up vocabulary pieces."""
 
 import asyncio
-import json
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -21,6 +20,7 @@ from tgis.router.text.tokenization import (
     load_tokenizer,
     read_ids,
 )
+from tgis.router.text.tokenizer_parts import read_parts
 from tgis.router.text.tokenizer_process import TokenizerProcess
 
 MAX_WORKERS = 8
@@ -50,6 +50,8 @@ class Tokenizer:
         self.ids_before_text = ids_before_text(self.fast) or self._bos_of_settings()
         """Ids of the tokens that begin every text and are kept by truncation."""
         self.num_workers = num_workers or default_workers(count_cores(), num_sharing)
+        # Read now, because a large vocabulary takes a quarter of a second, and the shards are still loading.
+        self._largest_id = max(self.fast.get_vocab().values(), default=-1)
         self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="tokenizer")
         self._process = TokenizerProcess(directory)
 
@@ -59,8 +61,8 @@ class Tokenizer:
 
     @cached_property
     def decoder(self) -> dict[str, Any] | None:
-        """Settings of the decoder. Reading them is slow for a large vocabulary."""
-        decoder: dict[str, Any] | None = json.loads(self.fast.to_str())["decoder"]
+        """Settings of the decoder."""
+        decoder: dict[str, Any] | None = read_parts(self.fast)["decoder"]
         return decoder
 
     @cached_property
@@ -84,6 +86,8 @@ class Tokenizer:
 
     def ids_beyond(self, vocab_size: int) -> list[int]:
         """Return the token ids outside a vocabulary of that size, sorted."""
+        if self._largest_id < vocab_size:
+            return []
         return sorted(token_id for token_id in self.fast.get_vocab().values() if token_id >= vocab_size)
 
     def piece(self, token_id: int) -> str:

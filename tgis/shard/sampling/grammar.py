@@ -20,6 +20,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
+from tgis.hub.gguf_files import wait_for_tokenizer
 from tgis.pb import shard_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -337,6 +338,7 @@ class DecodedVocabulary:
 
 def read_tokenizer(directory: Path, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
     """Read a model's `tokenizer.json`. Grammars never allow ids below `vocab_size` that have no token."""
+    wait_for_tokenizer(directory)
     text = (directory / "tokenizer.json").read_text(encoding="utf-8")
     eos = eos_token_ids or None
     try:

@@ -8,6 +8,7 @@ from functools import partial
 
 from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
+from tgis.hub.gguf_files import wait_for_tokenizer
 from tgis.process.control_groups import count_cores
 from tgis.shard.adapters.loading import open_adapters
 from tgis.shard.adapters.registry import LoadedAdapters
@@ -133,6 +134,7 @@ def _load_speculator(plan: LoadPlan, model: Model) -> AnySpeculator | None:
     if path is None:
         return None
     length = plan.demand.max_sequence_length
+    wait_for_tokenizer(plan.tokenizer_directory)
     served = Served(plan.directory, plan.settings, plan.tokenizer_directory, length)
     release_memory()
     before = plan.on.memory.memory_used()

@@ -130,6 +130,19 @@ def test_the_largest_packed_integers_do_not_saturate(bits: int, is_largest: bool
         assert torch.equal(actual.double(), 127 * signs[:count].double() @ values.double().T), f"{count} rows"
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_packing_does_not_depend_on_pieces_or_threads(
+    name: str, many_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of 50 rows begin in the middle of panels."""
+    codes = draw(CASES[name], 150)
+    whole = pack(codes)
+    monkeypatch.setattr(code_product, "_ROWS", 50 * CASES[name].num_columns)
+    for max_cores in (torch.get_num_threads(), 0):
+        monkeypatch.setattr(code_product, "_MAX_CORES_TO_SHARE", max_cores)
+        assert torch.equal(pack(codes).panels, whole.panels)
+
+
 @pytest.mark.parametrize("rounds_activations", [False, True])
 @pytest.mark.parametrize(
     "name", ["4 bits", "4 bits, zeros", "8 bits", "4 bits, groups of all sizes", "a table"]

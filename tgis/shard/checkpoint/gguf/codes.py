@@ -67,8 +67,14 @@ def _join_blocks(x: NDArray[Any]) -> NDArray[Any]:
 
 def _split_bytes(x: Bytes, bits: int) -> Bytes:
     """Split bytes into integers of `bits` bits: [..., n] -> [..., 8 / bits, n], lowest bits first."""
-    shifts = np.arange(0, 8, bits).astype(np.uint8)[:, None]
-    integers: Bytes = x[..., None, :] >> shifts & np.uint8((1 << bits) - 1)
+    integers = np.empty((*x.shape[:-1], 8 // bits, x.shape[-1]), np.uint8)
+    mask = np.uint8((1 << bits) - 1)
+    np.bitwise_and(x, mask, out=integers[..., 0, :])
+    for index in range(1, 8 // bits):
+        part = integers[..., index, :]
+        np.right_shift(x, np.uint8(bits * index), out=part)
+        if bits * (index + 1) < 8:
+            part &= mask
     return integers
 
 

@@ -80,37 +80,40 @@ def _pack_parts(codes: int, units: int, to: int, bits: int, column: int) -> None
 def _pack_codes(args: Any) -> None:
     """Pack rows of codes, uint8 [rows, all units of pieces], and scales and offsets, uint8 [rows, pieces,
     planes, size], as columns of panels, beginning with column `first`. places: offsets of columns, int32
-    [COLUMNS], if bytes hold two codes, otherwise 0."""
+    [COLUMNS], if bytes hold two codes, otherwise 0. A thread packs whole panels, piece by piece: threads that
+    write columns of one panel would share its cache lines."""
     num_rows, first, codes, scales, panels, bits, has_words = operands(args, 1, 7)
     places, units, last_units, pieces, planes, size = operands(args, 8, 6)
     width = (pieces - 1) * units + last_units
     scale_bytes = COLUMNS * planes * size
     panel_bytes = width * UNIT_BIT * bits + pieces * scale_bytes
-    row = next_unit(args)
-    while row < num_rows:
-        panel = panels + (first + row) // COLUMNS * panel_bytes
-        column = (first + row) % COLUMNS
+    panel = first // COLUMNS + next_unit(args)
+    while panel * COLUMNS < first + num_rows:
+        begin_row = max(first, panel * COLUMNS) - first
+        end_row = min(first + num_rows, (panel + 1) * COLUMNS) - first
         for piece in range(pieces):
             count = units if piece + 1 < pieces else last_units
-            source = codes + (row * width + piece * units) * UNIT
-            begin = panel + piece * (units * UNIT_BIT * bits + scale_bytes)
+            begin = panels + panel * panel_bytes + piece * (units * UNIT_BIT * bits + scale_bytes)
             to = begin + scale_bytes
-            if bits in PACKED_BITS:
-                _pack_parts(source, count, to, bits, column)
-            elif places:
-                _pack_halves(source, count, to + carray(pointer(places, _I32), (COLUMNS,))[column])
-            elif has_words:
-                _pack_words(source, count, to + 4 * column, bits)
-            else:
-                _pack_bytes(source, count, to + column)
-            for plane in range(planes):
-                stored = carray(pointer(begin + (plane * COLUMNS + column) * size, _U8), (size,))
-                given = carray(
-                    pointer(scales + ((row * pieces + piece) * planes + plane) * size, _U8), (size,)
-                )
-                for i in range(size):  # `stored[:] = given` compiles the text of an error
-                    stored[i] = given[i]
-        row = next_unit(args)
+            for row in range(begin_row, end_row):
+                column = (first + row) % COLUMNS
+                source = codes + (row * width + piece * units) * UNIT
+                if bits in PACKED_BITS:
+                    _pack_parts(source, count, to, bits, column)
+                elif places:
+                    _pack_halves(source, count, to + carray(pointer(places, _I32), (COLUMNS,))[column])
+                elif has_words:
+                    _pack_words(source, count, to + 4 * column, bits)
+                else:
+                    _pack_bytes(source, count, to + column)
+                for plane in range(planes):
+                    stored = carray(pointer(begin + (plane * COLUMNS + column) * size, _U8), (size,))
+                    given = carray(
+                        pointer(scales + ((row * pieces + piece) * planes + plane) * size, _U8), (size,)
+                    )
+                    for i in range(size):  # `stored[:] = given` compiles the text of an error
+                        stored[i] = given[i]
+        panel = first // COLUMNS + next_unit(args)
 
 
 pack_codes = Kernel(_pack_codes)

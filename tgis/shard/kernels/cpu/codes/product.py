@@ -38,6 +38,7 @@ _ROWS = 1 << 20  # approximate number of codes read and packed at a time
 _MIN_PARALLEL = 1 << 16  # minimum multiplications for several threads
 _MIN_LOOKED_UP = 1 << 13  # minimum looked-up numbers for several threads
 _MIN_SHARED_ROWS = 64  # minimum rows that are rounded once for all threads
+_MAX_CORES_TO_SHARE = 4  # up to which one thread packs
 _MIN_COLUMNS = 16  # minimum columns of a piece; with fewer, scales need more memory than codes
 _INTEGERS = (torch.int8, torch.uint8)
 NO_KERNELS: Mapping[Kind, CodeTileKernels] = MappingProxyType({})
@@ -299,7 +300,10 @@ class _Packing(NamedTuple):
             rows = torch.arange(first, first + len(values))
             self.factors[rows // COLUMNS, :, :, rows % COLUMNS] = codes.factors
         stored = _store_scales(codes, groups, self.scales)
-        pack_codes.parallel(
+        # On few cores, the router starts at the same time, and a second thread would wait milliseconds for a
+        # core, while one packs a piece in less than one.
+        run = pack_codes if torch.get_num_threads() <= _MAX_CORES_TO_SHARE else pack_codes.parallel
+        run(
             len(values),
             first,
             values.data_ptr(),
@@ -344,7 +348,9 @@ def _store_scales(codes: Codes, groups: Tensor, scales: _Scales) -> Tensor:
         ]  # [num_rows, num_groups, 1 or 2]
         # If a factor is 0, its scales are 0 whatever the integers are.
         planes = [(plane / factors[:, :, i]).nan_to_num() for i, plane in enumerate(planes)]
-    stacked = torch.stack([plane[:, groups] for plane in planes], -1)  # [num_rows, num_pieces, planes]
+    if not torch.equal(groups, torch.arange(codes.scales.shape[1])):
+        planes = [plane[:, groups] for plane in planes]
+    stacked = torch.stack(planes, -1)  # [num_rows, num_pieces, planes]
     if scales.form == ScaleForm.uint4:
         return (stacked[:, :, :1] + 16 * stacked[:, :, 1:]).to(torch.uint8).unsqueeze(-1)
     dtype: torch.dtype = getattr(torch, scales.form.name)
