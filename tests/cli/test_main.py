@@ -85,13 +85,22 @@ def reporting_command(config_type: type) -> click.Command:
     return process_command("test", config_type, None, "")
 
 
-def printed(config_type: type, name: str, flags: list[str], env: dict[str, str | None]) -> list[str]:
-    """Return value and source of an option according to the report of settings."""
+def report(config_type: type, flags: list[str], env: dict[str, str | None]) -> list[str]:
     test = reporting_command(config_type)
     arguments = flags if REQUIRED[config_type][:1] == flags[:1] else [*REQUIRED[config_type], *flags]
     result = CliRunner().invoke(test, arguments, env={**BLANK, **env}, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    [line] = [line for line in result.stdout.splitlines() if line.startswith(f"  {name}: ")]
+    return result.stdout.splitlines()
+
+
+@functools.cache
+def default_report(config_type: type) -> list[str]:
+    return report(config_type, [], {})
+
+
+def shown(name: str, lines: list[str]) -> list[str]:
+    """Return value and source of an option according to a report of settings."""
+    [line] = [line for line in lines if line.startswith(f"  {name}: ")]
     return line.removeprefix(f"  {name}: ").rsplit(" ", 1)
 
 
@@ -100,7 +109,7 @@ def test_a_flag_goes_before_the_environment(config_type: type, f: Any, option: A
     flag, variable = flag_of(f), env_of(f)
     if f.default is not MISSING:
         default = "unset" if f.default is None else str(f.default)
-        assert printed(config_type, f.name, [], {}) == [default, "(default)"]
+        assert shown(f.name, default_report(config_type)) == [default, "(default)"]
     first, second = two_values(f, option, hint)
     is_bool = bool in (hint, *get_args(hint))
     if is_bool:
@@ -111,10 +120,10 @@ def test_a_flag_goes_before_the_environment(config_type: type, f: Any, option: A
         meaning = second.capitalize() if is_bool else second
         if Secret in get_args(hint):
             meaning = "(hidden)"
-        assert printed(config_type, f.name, [], env) == [meaning, f"({variable})"]
+        assert shown(f.name, report(config_type, [], env)) == [meaning, f"({variable})"]
     if option.flag:
         flags = [flag] if is_bool and not option.takes_value else [flag, first.lower()]
-        assert printed(config_type, f.name, flags, env) == [first, f"({flag})"]
+        assert shown(f.name, report(config_type, flags, env)) == [first, f"({flag})"]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.shard.checkpoints import CASES, write_llama
-from tests.support.shard.ranks import Ranks
+from tests.support.shard.rank_forker import RankForker
+from tests.support.shard.ranks import Ranks, serve
 from tgis.shard.startup.platforms.interface import configure_torch
+
+FORKER = pytest.StashKey[RankForker]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Create the forker of ranks after the imports and before tests start threads."""
+    if any("rank_forker" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
+        forker = session.config.stash[FORKER] = RankForker(serve)
+        session.config.add_cleanup(forker.stop)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,7 +41,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def rank_forker(pytestconfig: pytest.Config) -> RankForker:
+    return pytestconfig.stash[FORKER]
+
+
+@pytest.fixture(scope="session")
+def ranks(rank_forker: RankForker) -> Iterator[Ranks]:
     """Start groups of two and four ranks for the whole session."""
-    with Ranks() as group:
+    with Ranks(rank_forker) as group:
         yield group

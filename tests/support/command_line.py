@@ -1,7 +1,9 @@
 """Runs commands with a configuration's options in this process."""
 
+import functools
 from typing import Any
 
+import click
 from click.testing import CliRunner, Result
 
 from tgis.cli.process_command import process_command
@@ -20,10 +22,18 @@ def run(
     config_type: type, arguments: list[str], env: dict[str, str] | None = None, reads: str = ""
 ) -> tuple[Any, Result]:
     """Return the configuration that a command creates from its arguments and environment, and its output."""
-    results: list[Any] = []
-    test = process_command("test", config_type, results.append, "", reads=reads)
-    result = CliRunner().invoke(test, arguments, env={**BLANK, **(env or {})}, catch_exceptions=False)
+    command, results = _command(config_type, reads)
+    results.clear()
+    result = CliRunner().invoke(command, arguments, env={**BLANK, **(env or {})}, catch_exceptions=False)
     return (results or [None])[0], result
+
+
+@functools.cache
+def _command(config_type: type, reads: str) -> tuple[click.Command, list[Any]]:
+    """Return a command and the list to which it appends configurations. Building it takes as long as
+    running it."""
+    results: list[Any] = []
+    return process_command("test", config_type, results.append, "", reads=reads), results
 
 
 def parse(config_type: type, arguments: list[str], env: dict[str, str] | None = None) -> Any:

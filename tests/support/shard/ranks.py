@@ -1,7 +1,6 @@
 """Ranks of groups, with this process as the first of each. They share memory, as those of a service do. The
-other processes live as long as the test session, so that they import torch once."""
+other processes live as long as the test session, and import nothing."""
 
-import multiprocessing
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,6 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.support.shard.rank_forker import ForkedRank, RankForker
 from tgis.shard.collectives import ProcessGroup, RendezvousPoint, connect
 from tgis.shard.kernels.cpu.shared_memory.collectives import open_collectives
 from tgis.shard.startup.platforms.interface import configure_torch
@@ -20,19 +20,18 @@ ALONE = ProcessGroup(0, 1)
 class Ranks(AbstractContextManager["Ranks"]):
     """Processes of the ranks, started when a group size first needs them."""
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        """`timeout_s` is that of collectives."""
-        self._timeout_s = timeout_s
+    def __init__(self, forker: RankForker, timeout_s: float = TIMEOUT_S) -> None:
+        """`forker` runs `serve`; `timeout_s` is that of collectives."""
+        self._forker, self._timeout_s = forker, timeout_s
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._pipes: list[Connection] = []  # to rank 1, 2, ...
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._others: list[ForkedRank] = []  # rank 1, 2, ...
         self._groups: dict[int, ProcessGroup] = {1: ALONE}
         self._num_meetings = 0
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return the results of function(group, *args), a module-level function, on each of `size` ranks."""
         group = self._group(size)
-        others = self._pipes[: size - 1]
+        others = [other.pipe for other in self._others[: size - 1]]
         for pipe in others:
             pipe.send((size, function, args))
         try:
@@ -48,35 +47,26 @@ class Ranks(AbstractContextManager["Ranks"]):
     def _abandon(self) -> None:
         """Kill ranks that failed or wait for a failed one, because the next test cannot use them and leaving
         takes long."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        for other in self._others:
+            other.kill()
+        for other in self._others:
+            other.join()
         for group in self._groups.values():
             group.leave()
-        self._pipes, self._processes, self._groups = [], [], {1: ALONE}
+        self._others, self._groups = [], {1: ALONE}
 
     def _group(self, size: int) -> ProcessGroup:
         if size not in self._groups:
-            first = len(self._processes)
-            for rank in range(first + 1, size):
-                self._start(rank)
-            for pipe in self._pipes[first:]:
-                _receive(pipe)  # from here on, the timeout counts
+            first = len(self._others)
+            self._others += [self._forker.fork() for _ in range(first + 1, size)]
+            for other in self._others[first:]:
+                _receive(other.pipe)  # from here on, the timeout counts
             self._num_meetings += 1
             path = str(self._directory / f"rendezvous-{self._num_meetings}")
-            for pipe in self._pipes[: size - 1]:
-                pipe.send((size, None, (path, self._timeout_s)))
+            for rank, other in enumerate(self._others[: size - 1], 1):
+                other.pipe.send((size, None, (rank, size, path, self._timeout_s)))
             self._groups[size] = _connect(0, size, path, self._timeout_s)
         return self._groups[size]
-
-    def _start(self, rank: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
-        process.start()
-        self._pipes.append(ours)
-        self._processes.append(process)
 
 
 def _receive(pipe: Connection) -> Any:
@@ -91,14 +81,18 @@ def _connect(rank: int, size: int, place: str, timeout_s: float) -> ProcessGroup
     return connect(rank, size, RendezvousPoint(place), timeout_s, open_local=open_collectives)
 
 
-def _serve(rank: int, pipe: Connection) -> None:
+def serve(pipe: Connection) -> None:
+    """Run the functions that arrive, as a rank, until the pipe is closed."""
     configure_torch(1)
     pipe.send("ready")
     groups: dict[int, ProcessGroup] = {}
     while True:
-        size, function, args = pipe.recv()
+        try:
+            size, function, args = pipe.recv()
+        except EOFError:
+            return
         if function is None:
-            groups[size] = _connect(rank, size, *args)
+            groups[size] = _connect(*args)
         else:
             try:
                 pipe.send(function(groups[size], *args))

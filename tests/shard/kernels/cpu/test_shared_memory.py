@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.shard.driver import configure
+from tests.support.shard.rank_forker import RankForker
 from tests.support.shard.ranks import TIMEOUT_S, Ranks
 from tgis.shard.collectives import ProcessGroup, ProcessGroupError, RendezvousPoint, connect
 from tgis.shard.kernels.cpu.jit.compiler import capture
@@ -139,9 +140,11 @@ def lose_rank_1(group: ProcessGroup, number: int, is_captured: bool) -> None:
         (signal.SIGSTOP, 1.0, False, "rank 1 did not come within 1 s"),
     ],
 )
-def test_a_lost_rank_is_noticed(number: int, timeout_s: float, is_captured: bool, reason: str) -> None:
+def test_a_lost_rank_is_noticed(
+    number: int, timeout_s: float, is_captured: bool, reason: str, rank_forker: RankForker
+) -> None:
     text = f"^a rank was lost or does not respond: {reason}$"
-    with Ranks(timeout_s) as ranks, pytest.raises(ProcessGroupError, match=text):
+    with Ranks(rank_forker, timeout_s) as ranks, pytest.raises(ProcessGroupError, match=text):
         ranks.run(2, lose_rank_1, number, is_captured)
 
 
