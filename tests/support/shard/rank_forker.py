@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import connection
@@ -23,7 +24,10 @@ class RankForker:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = _context.Process(target=_fork_on_request, args=(self._control, theirs, function))
-            self._process.start()
+            with warnings.catch_warnings():
+                # Python 3.12 warns of forks beside other threads. Those of pytest hold no lock that ranks need.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._process.start()
 
     def fork(self) -> "ForkedRank":
         ours, theirs = multiprocessing.Pipe()
