@@ -25,7 +25,7 @@ class RankForker:
         with theirs:
             self._process = _context.Process(target=_fork_on_request, args=(self._control, theirs, function))
             with warnings.catch_warnings():
-                # Python 3.12 warns of forks beside other threads. Those of pytest hold no lock that ranks need.
+                # Python 3.12 warns of forks beside threads. Those of pytest hold no lock that ranks need.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self._process.start()
 
