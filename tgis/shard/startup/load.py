@@ -73,6 +73,7 @@ def load_planned(
     info = describe_shard(plan)
     guides = _start_guides(plan)
     group = group or connect(config, on.device, on.open_local)
+    wait_for_tokenizer(plan.tokenizer_directory)  # the process that writes it takes memory
     plan.check_fit(group)
     probe = _open_probe(plan, group)
     before = on.memory.memory_used()
@@ -134,7 +135,6 @@ def _load_speculator(plan: LoadPlan, model: Model) -> AnySpeculator | None:
     if path is None:
         return None
     length = plan.demand.max_sequence_length
-    wait_for_tokenizer(plan.tokenizer_directory)
     served = Served(plan.directory, plan.settings, plan.tokenizer_directory, length)
     release_memory()
     before = plan.on.memory.memory_used()

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 
 from tgis.config.processes import ShardConfig
 from tgis.errors import first_line
-from tgis.hub.gguf_files import wait_for_tokenizer
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels
@@ -136,9 +135,7 @@ def _tokenize(config: ShardConfig, spec: ModelSpec) -> list[int]:
     if not isinstance(spec, DecoderSpec):
         logger.info("--quantize %s is not checked: the model is no decoder-only model", config.quantize)
         return []
-    directory = Path(config.tokenizer_path or config.model_path)
-    wait_for_tokenizer(directory)
-    file = directory / "tokenizer.json"
+    file = Path(config.tokenizer_path or config.model_path) / "tokenizer.json"
     try:
         ids: list[int] = Tokenizer.from_file(str(file)).encode(TEXT).ids
     except Exception as error:  # the library raises plain exceptions

@@ -38,7 +38,6 @@ _ROWS = 1 << 20  # approximate number of codes read and packed at a time
 _MIN_PARALLEL = 1 << 16  # minimum multiplications for several threads
 _MIN_LOOKED_UP = 1 << 13  # minimum looked-up numbers for several threads
 _MIN_SHARED_ROWS = 64  # minimum rows that are rounded once for all threads
-_MAX_CORES_TO_SHARE = 4  # up to which one thread packs
 _MIN_COLUMNS = 16  # minimum columns of a piece; with fewer, scales need more memory than codes
 _INTEGERS = (torch.int8, torch.uint8)
 NO_KERNELS: Mapping[Kind, CodeTileKernels] = MappingProxyType({})
@@ -300,10 +299,7 @@ class _Packing(NamedTuple):
             rows = torch.arange(first, first + len(values))
             self.factors[rows // COLUMNS, :, :, rows % COLUMNS] = codes.factors
         stored = _store_scales(codes, groups, self.scales)
-        # On few cores, the router starts at the same time, and a second thread would wait milliseconds for a
-        # core, while one packs a piece in less than one.
-        run = pack_codes if torch.get_num_threads() <= _MAX_CORES_TO_SHARE else pack_codes.parallel
-        run(
+        pack_codes.parallel(
             len(values),
             first,
             values.data_ptr(),
