@@ -59,7 +59,8 @@ With `--json-output` every line of the launcher and its child processes is one J
 - An uncaught Python exception is one object, with the stack trace in `traceback`.
 - Lines that a client without a token can cause are limited to one of each kind per second; `tgi_request_failure` counts
   all events. A traceback from the same place is logged once a minute, with its last 20 frames. The next line has the
-  number of omitted lines in `omitted`; if none follows in time, `lines like this one were omitted: …` reports it.
+  number of omitted lines in `omitted`; if none follows in time, `lines like this one were omitted 5 times: …`
+  reports it.
 - If the start fails, the last line has level CRITICAL and the message `error: …`; the termination log has the reason as
   text.
 
