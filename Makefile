@@ -93,7 +93,7 @@ gateway: $(if $(MODEL_NAME),model-name) $(VENV)/installed $(VENV)-gateway/instal
 
 # The launcher refuses the same names, but only after the installation.
 model-name:
-	@$(PYTHON) -m scripts.check_model "$(MODEL_NAME)"
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m scripts.check_model "$(MODEL_NAME)"
 
 lock: $(VENV)-lock/installed  ## Write locks/ from pyproject.toml and constraints.txt; LOCK=--upgrade for the newest versions
 	TORCH_INDEX=$(TORCH_INDEX) scripts/lock.sh $(VENV)-lock/bin/uv $(LOCK)

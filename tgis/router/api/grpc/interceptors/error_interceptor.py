@@ -173,10 +173,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             drop_tracebacks(error)
             raise
 
-    def _record(self, name: str, code: grpc.StatusCode, error: ReportedError) -> None:
+    def _record(self, method: str, code: grpc.StatusCode, error: ReportedError) -> None:
         """Count and log the refusal of a call that generates nothing."""
         self._failures.add(_failure_label(error))
-        logger.warning("%s failed with %s: %s", name, code.name, error.log_text)
+        level = logging.WARNING if isinstance(error, RequestError | CallRefusedError) else logging.ERROR
+        logger.log(level, "%s failed with %s: %s", method, code.name, error.log_text)
 
 
 async def _refuse_unknown(requests: AsyncIterable[Any], context: Context) -> None:
