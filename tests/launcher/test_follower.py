@@ -15,6 +15,7 @@ from tests.support.link_files import LinkFiles
 from tgis.config.model import AdapterOptions
 from tgis.config.processes import LauncherConfig
 from tgis.launcher.child_configs import Start
+from tgis.launcher.nodes import remote_nodes
 from tgis.launcher.nodes.follower import Follower
 from tgis.launcher.nodes.local_node import ShardEndedError
 from tgis.launcher.nodes.remote_nodes import RemoteNodes
@@ -58,7 +59,10 @@ def connect(config: LauncherConfig, hello: dict[str, Any]) -> ssl.SSLSocket:
     return connection
 
 
-async def test_a_node_that_hangs_does_not_delay_the_end_of_node_0(tmp_path: Path) -> None:
+async def test_a_node_that_hangs_does_not_delay_the_end_of_node_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_nodes, "CLOSE_S", 0.1)
     with socket.create_server((HOST, 0)) as listener:
         config = make_config(tmp_path / "link", listener.getsockname()[1])
         remote = RemoteNodes(1, {}, link_certificates(config, mutual_server_context))

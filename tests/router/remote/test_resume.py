@@ -358,25 +358,40 @@ async def test_a_worker_that_gives_up_on_an_engine_without_shards_holds_nothing_
     worker.handle.release(claim_id)
 
 
-async def test_an_engine_that_starts_at_the_end_of_the_time_limit_is_used(scene: Scene) -> None:
-    """The worker's event loop stands still while the engine's first message arrives and the time ends. The
-    requests of a worker that has closed such a connection would fail for ever."""
+async def test_an_engine_that_starts_at_the_end_of_the_time_limit_is_used(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time ends in the turn of the event loop in which the engine's first message arrives. The requests
+    of a worker that has closed such a connection would fail for ever."""
     worker = scene.workers[0].remote
-    worker._recovery_timeout = 3.0  # longer than the engine's start
+    worker._recovery_timeout = 60.0
+    open_timeout, limits = asyncio.timeout, list[asyncio.Timeout]()
     take = worker._take_state
 
-    def take_slowly(message: wire.State) -> None:
-        take(message)
-        time.sleep(3.0)
+    def open_noted(delay: float | None) -> asyncio.Timeout:
+        limit = open_timeout(delay)
+        if delay == worker._recovery_timeout:
+            limits.append(limit)
+        return limit
 
-    worker._take_state = take_slowly  # type: ignore[method-assign]
+    def take_and_expire(message: wire.State) -> None:
+        take(message)
+        for limit in limits:
+            limit.reschedule(asyncio.get_running_loop().time())
+        limits.clear()
+
+    monkeypatch.setattr(asyncio, "timeout", open_noted)
+    worker._take_state = take_and_expire  # type: ignore[method-assign]
     task = asyncio.create_task(generate(worker.handle, LONG))
     await asyncio.sleep(0.05)
     await scene.engine.kill()
+    while not limits:
+        await asyncio.sleep(0.01)
     await scene.engine.start()
-    async with asyncio.timeout(10):
+    async with open_timeout(20):
         assert_undisturbed(LONG, await task)
         assert_undisturbed(LONG, await generate(worker.handle, LONG))
+    assert not limits
 
 
 LIMIT_S = 1.2
