@@ -236,7 +236,7 @@ def test_a_service_that_is_restarted_loses_no_call(name: str, tmp_path: Path) ->
         assert stream.result.generated_token_count == 60
         assert stop_router(first) == 0
         second = start_router(directories[1], 1, "--grpc-port", str(port))
-        thread.join(30)
+        thread.join(120)
         assert len(texts) == 1
         assert client.generate(PROMPT).text == texts[0]
         stream = client.stream(PROMPT, long)
