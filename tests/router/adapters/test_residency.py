@@ -31,8 +31,6 @@ from tgis.router.sequence import AdapterKind, Sequence, Stopping
 
 LONG_S = 20.0
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
-
 
 @pytest.fixture
 async def group(tmp_path: Path) -> AsyncIterator[Group]:
@@ -93,6 +91,7 @@ async def test_remaining_calls_are_not_cancelled_with_others(group: Group, slow:
     assert group.library.finds["prompt-1"] == 1
 
 
+@pytest.mark.usefixtures("steady_clock")
 async def test_a_call_that_comes_as_the_last_one_goes_looks_up_again(group: Group) -> None:
     group.library.find_s = 0.1
     first = asyncio.create_task(group.use("prompt-1"))
@@ -131,6 +130,7 @@ async def test_the_most_recently_used_adapter_stays(group: Group) -> None:
     assert group.library.loads["p2"] == 2
 
 
+@pytest.mark.usefixtures("steady_clock")
 async def test_referenced_entries_stay_and_a_full_cache_is_reported(group: Group) -> None:
     with group.lease("prompt-1") as one, group.lease("prompt-2") as two:
         await asyncio.gather(one.take(), two.take())
@@ -474,6 +474,7 @@ async def test_an_entry_that_fits_does_not_wait_behind_one_that_does_not(group: 
     assert await group.use(adapter_id="large") == ["large"]
 
 
+@pytest.mark.usefixtures("steady_clock")
 async def test_room_is_promised_to_the_one_that_others_make_way_for(group: Group) -> None:
     group.library.put(adapter("large", num_bytes=3 * 1024), "large")
     for i in (1, 2, 3):
