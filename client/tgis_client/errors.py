@@ -8,6 +8,7 @@ _TOO_LARGE = re.compile(
     r"(?P<side>CLIENT: |SERVER: )?(Received|Sent) message larger than max \((?P<size>\d+) vs\. (?P<max>\d+)\)"
 )
 _REFUSED = "Connection refused"
+_LOST = "the connection was lost: the service ended, one side has no TLS, or the client needs a certificate"
 _HINTS = (
     (
         "metadata size exceeds",
@@ -17,10 +18,9 @@ _HINTS = (
     ("CERTIFICATE_VERIFY_FAILED", "the service's certificate is not from a CA that the client trusts"),
     ("Hostname Verification", "the service's certificate is for another host name"),
     ("WRONG_VERSION_NUMBER", "the client uses TLS, and the service does not"),
-    (
-        "Socket closed",
-        "the connection was lost: the service ended, one side has no TLS, or the client needs a certificate",
-    ),
+    ("Socket closed", _LOST),
+    ("Connection reset", _LOST),  # by a process that ended with data to read
+    ("Broken pipe", _LOST),
     (_REFUSED, "nothing listens at the target"),
 )
 """Parts of gRPC's texts, and what they mean."""

@@ -11,6 +11,7 @@ import pytest
 from tests.support.accounts import scrape
 from tests.support.blocking_clients import CLIENTS, OpenClient
 from tests.support.router.messages import batch, stopping
+from tests.support.router.proxy import Proxy
 from tests.support.router.router_process import Setup, start_router, stop_router, stop_shards
 from tgis_client import (
     NO_RETRIES,
@@ -142,6 +143,22 @@ def test_a_service_that_dies_in_a_stream_is_named(open_client: OpenClient, tmp_p
     router.service.end()
 
 
+def test_a_connection_that_is_reset_is_named(open_client: OpenClient, router: Setup) -> None:
+    """As by a service that dies while it has data to read."""
+    proxy = Proxy(router.service.grpc_port)
+    router.shards[0].step_s = 0.05
+    try:
+        with open_client(f"127.0.0.1:{proxy.port}") as client:
+            stream = client.stream(PROMPT, Parameters(max_new_tokens=150, min_new_tokens=150))
+            next(stream)
+            proxy.reset()
+            with pytest.raises(UnavailableError, match=r"the connection was lost.*reset by peer"):
+                list(stream)
+    finally:
+        router.shards[0].step_s = 0.001
+        proxy.close()
+
+
 @pytest.mark.parametrize(
     "target", ["", "http://localhost:8033", "localhost:abc", "localhost:0", "::1", "a:70000"]
 )
@@ -236,7 +253,7 @@ def test_a_service_that_is_restarted_loses_no_call(name: str, tmp_path: Path) ->
         assert stream.result.generated_token_count == 60
         assert stop_router(first) == 0
         second = start_router(directories[1], 1, "--grpc-port", str(port))
-        thread.join(30)
+        thread.join(120)
         assert len(texts) == 1
         assert client.generate(PROMPT).text == texts[0]
         stream = client.stream(PROMPT, long)

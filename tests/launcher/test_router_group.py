@@ -68,7 +68,7 @@ def _program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shard_group, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(heartbeat, "PERIOD_S", 0.2)
-    monkeypatch.setattr(heartbeat, "MAX_MISSED", 5)
+    monkeypatch.setattr(heartbeat, "MAX_MISSED", 10)
 
 
 def events() -> list[tuple[str, str, int]]:
@@ -163,7 +163,7 @@ async def test_a_refusal_of_one_that_has_served_is_a_crash() -> None:
             "serves",
         ]
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(group.wait(), 0.3)
+            await asyncio.wait_for(group.wait(), 0.8)
 
 
 async def test_one_that_crashes_too_often_ends_all() -> None:

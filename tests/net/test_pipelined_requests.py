@@ -122,10 +122,13 @@ async def test_few_are_parsed_while_one_is_answered(kind: bytes, monkeypatch: py
     monkeypatch.setattr(HttpConnection, "on_headers_complete", count)
     async with serving() as server:
         reader, writer = await server.connect(GET.replace(b"/echo", b"/wait"), *[kind * 100] * 50)
+        async with asyncio.timeout(60):
+            while num_parsed < 2:  # noqa: ASYNC110 - the connection tells nobody
+                await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         # The end of a chunked body is not known before it is parsed.
         max_parsed = MAX_QUEUED + 1 + (MAX_PIECE // len(kind) if kind is CHUNKED else 0)
-        assert 1 < num_parsed <= max_parsed
+        assert num_parsed <= max_parsed
         server.go_on.set()
         assert await read_answer(reader) == (200, b"waited")
         for _ in range(5000):

@@ -227,16 +227,27 @@ async def test_a_signal_reaches_a_child_that_is_just_starting(
 async def test_a_shard_that_stops_while_it_loads_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    has_begun, read = asyncio.Event(), os.read
+
+    def watch(fd: int, size: int) -> bytes:
+        content = read(fd, size)
+        if content and not content.strip(b"-"):
+            has_begun.set()
+        return content
+
+    monkeypatch.setattr(os, "read", watch)
     monkeypatch.setattr(heartbeat, "PERIOD_S", 0.05)  # of the parent; the child has its usual one
-    monkeypatch.setattr(heartbeat, "MAX_MISSED_LOADING", 100)
+    monkeypatch.setattr(heartbeat, "MAX_MISSED_LOADING", 10**6)  # until its heartbeats begin
     write_llama(tmp_path)
     slow = ["--failpoints", "shard.before_loading=sleep:600"]
     child = Child("shard 0", ["serve", "--model-path", str(tmp_path), *slow], has_heartbeat=True)
     await child.start()
     waiting = asyncio.create_task(child.wait())
-    done, _ = await asyncio.wait([waiting], timeout=8)
+    await asyncio.wait_for(has_begun.wait(), 120)
+    monkeypatch.setattr(heartbeat, "MAX_MISSED_LOADING", 80)
+    done, _ = await asyncio.wait([waiting], timeout=6)
     assert not done, f"a shard that loads for longer than the allowed silence: {waiting.result()}"
     [pid] = children_of(os.getpid())["serve"]
     os.kill(pid, signal.SIGSTOP)
-    end = await asyncio.wait_for(waiting, 20)
+    end = await asyncio.wait_for(waiting, 60)
     assert (end.text, child.loaded.is_set()) == ("shard 0 hung and was killed", False)

@@ -74,7 +74,7 @@ def test_clients_are_refused_while_the_model_loads(tmp_path: Path) -> None:
     where = ["--tokenizer-path", str(tmp_path), "--shard-uds-path", uds_path]
     command = ["router", *where, *ports, "--max-sequence-length", str(MAX_SEQUENCE_LENGTH)]
     service = Service(command)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not connects(http_port):
         assert time.monotonic() < deadline, service.output
         time.sleep(0.05)
@@ -87,7 +87,7 @@ def test_clients_are_refused_while_the_model_loads(tmp_path: Path) -> None:
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "Connection refused" in refused.value.details()
         server = ShardServer(FakeShard(), uds_path)
-        service.wait_until_serving(20)
+        service.wait_until_serving(60)
         answer = GenerationServiceStub(channel).Generate(batch("a"), timeout=10, wait_for_ready=True)
         assert answer.responses
     assert service.grpc_port == grpc_port

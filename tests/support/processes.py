@@ -71,7 +71,8 @@ class Service:
         self._serving.set()
 
     def wait_until_serving(self, timeout_s: float = 120) -> "Service":
-        self._serving.wait(timeout_s)
+        if not self._serving.wait(timeout_s):
+            self._serving.wait(1)  # this process may have stood still meanwhile
         if not self.grpc_port:
             self.end()
             raise AssertionError(f"does not serve:\n{self.output}")

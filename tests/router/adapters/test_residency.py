@@ -29,12 +29,13 @@ from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.sequence import AdapterKind, Sequence, Stopping
 
-pytestmark = pytest.mark.usefixtures("steady_clock")
+LONG_S = 20.0
 
 
 @pytest.fixture
 async def group(tmp_path: Path) -> AsyncIterator[Group]:
     async with open_group(tmp_path) as group:
+        group.limit(LONG_S)
         yield group
 
 
@@ -90,6 +91,7 @@ async def test_remaining_calls_are_not_cancelled_with_others(group: Group, slow:
     assert group.library.finds["prompt-1"] == 1
 
 
+@pytest.mark.usefixtures("steady_clock")
 async def test_a_call_that_comes_as_the_last_one_goes_looks_up_again(group: Group) -> None:
     group.library.find_s = 0.1
     first = asyncio.create_task(group.use("prompt-1"))
@@ -101,6 +103,7 @@ async def test_a_call_that_comes_as_the_last_one_goes_looks_up_again(group: Grou
 
 
 async def test_stuck_look_ups_end_and_leave_threads_for_others(group: Group) -> None:
+    group.limit(4 * LIMIT_S)
     group.library.stuck = threading.Event()
     calls = [asyncio.create_task(group.use(f"prompt-{i}")) for i in range(40)]
     await asyncio.sleep(0.1)
@@ -108,6 +111,7 @@ async def test_stuck_look_ups_end_and_leave_threads_for_others(group: Group) -> 
     errors = await asyncio.gather(*calls, return_exceptions=True)
     group.library.stuck.set()
     group.library.stuck = None
+    group.limit(LONG_S)
     texts = [f"can't retrieve prompt prefix with id 'prompt-{i}': Timeout expired" for i in range(40)]
     assert [str(error) for error in errors] == texts
     assert {type(error) for error in errors} == {RequestError}
@@ -126,6 +130,7 @@ async def test_the_most_recently_used_adapter_stays(group: Group) -> None:
     assert group.library.loads["p2"] == 2
 
 
+@pytest.mark.usefixtures("steady_clock")
 async def test_referenced_entries_stay_and_a_full_cache_is_reported(group: Group) -> None:
     with group.lease("prompt-1") as one, group.lease("prompt-2") as two:
         await asyncio.gather(one.take(), two.take())
@@ -134,10 +139,12 @@ async def test_referenced_entries_stay_and_a_full_cache_is_reported(group: Group
         assert group.loaded() == {"p1", "p2", "p4"}
         with group.lease("prompt-4") as three:
             await three.take()
+            group.limit(2 * LIMIT_S)
             began = asyncio.get_running_loop().time()
             with pytest.raises(OverloadedError, match=r"^Model is overloaded$"):
                 await group.use("prompt-5")
-            assert LIMIT_S - 0.1 < asyncio.get_running_loop().time() - began < LIMIT_S + 0.5
+            assert asyncio.get_running_loop().time() - began > 2 * LIMIT_S - 0.1
+            group.limit(LONG_S)
             waiting = asyncio.create_task(group.use("prompt-6"))
             assert await group.use(adapter_id="adapter-1") == ["a1"]  # adapters have their own memory
             await asyncio.sleep(0.1)
@@ -360,13 +367,17 @@ async def test_nothing_is_unloaded_before_the_steps_on_their_way_are_answered(gr
 
 
 async def test_a_loss_of_the_shards_is_a_pause(group: Group) -> None:
-    group.library.load_s = 0.06
     with group.lease("prompt-1") as one, group.lease("prompt-2") as two:
         await one.take()
         adapters = await two.take()
         await group.use("prompt-3")
+        group.library.load_s = 0.5
         on_its_way = asyncio.create_task(group.use("prompt-4", "adapter-4"))
-        await asyncio.sleep(0.03)
+        async with asyncio.timeout(60):
+            while not group.library.finds["adapter-4"] or group.library.num_finding:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)  # until it is being loaded
+        group.library.load_s = 0.06
         group.stop()
         group.library.store.clear()  # an entry in use needs only its copy
         del group.library.copies["p2"]
@@ -382,6 +393,7 @@ async def test_a_loss_of_the_shards_is_a_pause(group: Group) -> None:
 
 
 async def test_calls_wait_for_shards_until_they_are_given_up(group: Group) -> None:
+    group.limit(LIMIT_S)
     group.stop()
     connecting = asyncio.create_task(group.residency.connect())
     await asyncio.sleep(0)
@@ -449,19 +461,20 @@ async def test_an_entry_that_fits_does_not_wait_behind_one_that_does_not(group: 
         await one.take()
         large = asyncio.create_task(group.use(adapter_id="large"))
         await asyncio.sleep(0.05)
-        assert await asyncio.wait_for(group.use(adapter_id="adapter-2"), LIMIT_S / 2) == ["a2"]
-        with pytest.raises(OverloadedError):
-            await large
+        assert await group.use(adapter_id="adapter-2") == ["a2"]
+        assert not large.done()
+        large.cancel()
         gone = asyncio.create_task(group.use(adapter_id="large"))
         await asyncio.sleep(0.05)
         gone.cancel()
         with group.lease(adapter_id="adapter-3") as three, group.lease(adapter_id="adapter-4") as four:
             await three.take()
-            await asyncio.wait_for(four.take(), LIMIT_S / 2)  # a2 is evicted: no call is ahead
+            await four.take()  # a2 is evicted: no call is ahead
     await group.settle()
     assert await group.use(adapter_id="large") == ["large"]
 
 
+@pytest.mark.usefixtures("steady_clock")
 async def test_room_is_promised_to_the_one_that_others_make_way_for(group: Group) -> None:
     group.library.put(adapter("large", num_bytes=3 * 1024), "large")
     for i in (1, 2, 3):
@@ -481,9 +494,9 @@ async def test_an_adapter_of_the_start_makes_way_for_its_successor(group: Group)
     group.shards[0].info.preloaded_adapter_ids.append("kept")
     await group.registry.start()
     with pytest.raises(RequestError, match="exceeds the allowed cache size"):
-        await asyncio.wait_for(group.use(adapter_id="large"), LIMIT_S / 2)
+        await asyncio.wait_for(group.use(adapter_id="large"), LONG_S / 2)
     group.library.put(adapter("new", num_bytes=2 * 1024), "kept")
-    assert await asyncio.wait_for(group.use(adapter_id="kept"), LIMIT_S / 2) == ["new"]
+    assert await asyncio.wait_for(group.use(adapter_id="kept"), LONG_S / 2) == ["new"]
     for i in (1, 2, 3):
         await group.use(adapter_id=f"adapter-{i}")
     await group.settle()

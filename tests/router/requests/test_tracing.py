@@ -50,6 +50,18 @@ SECRET = "a-text-nobody-may-see"
 SERVER_SPAN = trace_pb2.Span.SPAN_KIND_SERVER
 
 
+@pytest.fixture(autouse=True)
+def _no_export_goes_on() -> Iterator[None]:
+    """A slow machine may need longer than a closed tracing waits."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "traces":
+            thread.join(60)
+    loggers = logging.getLogger("opentelemetry")
+    for handler in loggers.handlers[:]:
+        handler.close()
+
+
 @contextmanager
 def listening() -> Iterator[tuple[socket.socket, str]]:
     """Open a port that accepts connections and never sends a byte."""
@@ -477,16 +489,17 @@ def test_extreme_values_reach_the_collector(collector: tuple[Collector, str]) ->
 def assert_costs_nothing(tracing: Tracing, caplog: pytest.LogCaptureFixture) -> None:
     """Trace 1,000 calls and close the tracing, with a collector that does not answer."""
     with caplog.at_level(logging.DEBUG):
-        started = time.monotonic()
+        slowest_s = 0.0
         for _ in range(1000):
+            started = time.monotonic()
             one_call(tracing, traceparent=TRACEPARENT)
-        calls_s = time.monotonic() - started
+            slowest_s = max(slowest_s, time.monotonic() - started)
         time.sleep(0.5)
         started = time.monotonic()
         tracing.close()
         close_s = time.monotonic() - started
     # A call or a close that waited for an unanswered export would take at least this long.
-    assert calls_s < EXPORT_TIMEOUT_S
+    assert slowest_s < EXPORT_TIMEOUT_S
     assert close_s < CLOSE_S + EXPORT_TIMEOUT_S
     records = [record for record in caplog.records if record.levelno > logging.DEBUG]
     assert len(records) <= 1
@@ -520,7 +533,10 @@ def test_a_collector_that_never_answers_costs_nothing(
     assert_costs_nothing(open_tracing(address, "s"), caplog)
 
 
-def test_the_queue_is_bounded(collector: tuple[Collector, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_queue_is_bounded(
+    collector: tuple[Collector, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tgis.router.requests.otlp.CLOSE_S", 60)
     servicer, address = collector
     servicer.open_gate.clear()
     tracing = open_tracing(address, "s")
@@ -528,7 +544,7 @@ def test_the_queue_is_bounded(collector: tuple[Collector, str], caplog: pytest.L
         for _ in range(MAX_QUEUED_SPANS + 2 * MAX_BATCH_SPANS):
             with tracing.call(FMAAS, "ModelInfo", ()):
                 pass
-        assert servicer.asked.wait(5)
+        assert servicer.asked.wait(60)
         servicer.open_gate.set()
         tracing.close()
     assert MAX_QUEUED_SPANS / 2 < len(servicer.spans) <= MAX_QUEUED_SPANS + MAX_BATCH_SPANS
@@ -544,10 +560,10 @@ def first_bytes(endpoint: Callable[[str], str]) -> bytes:
         one_call(tracing)
         closing = threading.Thread(target=tracing.close)
         closing.start()
-        listener.settimeout(5)
+        listener.settimeout(60)
         connection, _ = listener.accept()
         with connection:
-            connection.settimeout(5)
+            connection.settimeout(60)
             read = connection.recv(3)
         closing.join()
         return read

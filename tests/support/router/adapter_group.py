@@ -46,6 +46,11 @@ class Group:
     ) -> AbstractContextManager[AdapterLease]:
         return self.registry.lease(prefix_id, adapter_id, "an-id")
 
+    def limit(self, seconds: float) -> None:
+        """Limit how long look-ups, loads and waits for room may take from now on."""
+        for cache in self.residency.caches.values():
+            cache.limit_s = seconds
+
     async def use(self, prefix_id: str | None = None, adapter_id: str | None = None) -> list[str]:
         """Return the digests that a call with these ids gets."""
         with self.lease(prefix_id, adapter_id) as lease:
@@ -59,7 +64,7 @@ class Group:
 
     async def settle(self) -> None:
         """Wait until no load or unload is in progress."""
-        for _ in range(200):
+        for _ in range(1000):
             names = {task.get_name() for task in asyncio.all_tasks()}
             if not names & {"load", "unload", "find"}:
                 return

@@ -3,6 +3,7 @@ passes."""
 
 import contextlib
 import socket
+import struct
 import threading
 
 
@@ -34,6 +35,17 @@ class Proxy:
             while data := source.recv(1 << 16):
                 self.passes.wait()
                 target.sendall(data)
+
+    def reset(self) -> None:
+        """Reset all connections, as when a process ends that has not read everything."""
+        for end in self._ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it
+        for thread in self._threads[1:]:
+            thread.join()
+        for end in self._ends:
+            end.close()
 
     def close(self) -> None:
         self.passes.set()

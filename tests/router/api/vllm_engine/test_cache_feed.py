@@ -170,8 +170,9 @@ async def test_a_new_tenants_subscriber_costs_the_others_nothing() -> None:
         assert await read(early) == []
 
 
+@pytest.mark.usefixtures("steady_clock")
 async def test_the_cache_is_listed_again_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tgis.router.api.vllm_engine.cache_feed.LINGER_S", 0.02)
+    monkeypatch.setattr("tgis.router.api.vllm_engine.cache_feed.LINGER_S", 0.2)
     cache = Cache()
     for block in range(8):
         cache.publish("a", block)
@@ -179,11 +180,11 @@ async def test_the_cache_is_listed_again_only_after_a_while(monkeypatch: pytest.
         with cache.feeds.subscribe("a", 0) as subscription:
             assert await names_of(subscription) == set(range(1, block + 2))
     assert cache.num_listings == 1
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.6)
     assert cache.listener is None
     with cache.feeds.subscribe("a", 0) as subscription:
         assert await names_of(subscription) == set(range(1, 9))
-        await asyncio.sleep(0.04)
+        await asyncio.sleep(0.6)
         assert cache.listener is not None, "there is a subscriber"
     assert cache.num_listings == 2
 

@@ -10,6 +10,8 @@ from tgis.net.http.slow_readers import SlowReadError
 from tgis.router.api.http.answers.event_stream import COMMENT, EventStream
 from tgis.router.errors import SlowClientError
 
+pytestmark = pytest.mark.usefixtures("steady_clock")
+
 SILENCE_S = 0.02
 
 
