@@ -365,13 +365,16 @@ async def test_an_engine_that_starts_at_the_end_of_the_time_limit_is_used(
     of a worker that has closed such a connection would fail for ever."""
     worker = scene.workers[0].remote
     worker._recovery_timeout = 60.0
-    open_timeout, limits = asyncio.timeout, list[asyncio.Timeout]()
+    open_timeout = asyncio.timeout
+    limits = list[asyncio.Timeout]()
+    is_waiting = asyncio.Event()
     take = worker._take_state
 
     def open_noted(delay: float | None) -> asyncio.Timeout:
         limit = open_timeout(delay)
         if delay == worker._recovery_timeout:
             limits.append(limit)
+            is_waiting.set()
         return limit
 
     def take_and_expire(message: wire.State) -> None:
@@ -385,8 +388,7 @@ async def test_an_engine_that_starts_at_the_end_of_the_time_limit_is_used(
     task = asyncio.create_task(generate(worker.handle, LONG))
     await asyncio.sleep(0.05)
     await scene.engine.kill()
-    while not limits:
-        await asyncio.sleep(0.01)
+    await is_waiting.wait()
     await scene.engine.start()
     async with open_timeout(20):
         assert_undisturbed(LONG, await task)
