@@ -138,8 +138,8 @@ def test_packing_does_not_depend_on_pieces_or_threads(
     codes = draw(CASES[name], 150)
     whole = pack(codes)
     monkeypatch.setattr(code_product, "_ROWS", 50 * CASES[name].num_columns)
-    for max_cores in (torch.get_num_threads(), 0):
-        monkeypatch.setattr(code_product, "_MAX_CORES_TO_SHARE", max_cores)
+    for num_threads in (1, torch.get_num_threads()):
+        torch.set_num_threads(num_threads)
         assert torch.equal(pack(codes).panels, whole.panels)
 
 
