@@ -5,6 +5,7 @@ Work that a GPU cannot capture fails: reads of values by the host, and memory th
 Memory shared by graphs is poisoned before each replay, except for what the graph writes."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -52,6 +53,10 @@ INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, 
 
 # Collectives of gloo, for which the host waits, and which are no operators.
 HOST_COLLECTIVES = ("allreduce", "allgather", "_allgather_base", "alltoall_base", "broadcast", "barrier")
+
+_RECORDING = threading.RLock()
+"""Held by the thread that records, because it replaces functions of all threads. Of two that did, the second
+would leave those of the first in place."""
 
 Leaf = TypeVar("Leaf")
 Run = Callable[[], None]
@@ -147,14 +152,18 @@ class _Recording:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        with _RECORDING, self._replacing_launches(), refuse_host_collectives(), RefuseFunctions(), self:
+            yield
+
+    @contextmanager
+    def _replacing_launches(self) -> Iterator[None]:
         run = interpreter.InterpretedFunction.run
 
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
             self._launch(lambda *a, **k: run(kernel, *a, **k), args, kwargs)
 
-        with mock.patch.object(interpreter.InterpretedFunction, "run", launch), refuse_host_collectives():
-            with RefuseFunctions(), self:
-                yield
+        with mock.patch.object(interpreter.InterpretedFunction, "run", launch):
+            yield
 
     @torch.inference_mode()
     def restore(self) -> None:
