@@ -41,11 +41,12 @@ def test_connections_break_only_when_and_as_often_as_allowed() -> None:
     breaks, start = Breaks(), time.monotonic()
     breaks.allow(1)
     breaks.allow(1)
-    time.sleep(0.01)
+    ended = time.monotonic() - start
     breaks.forbid()
     over_http = replace(BROKEN, error="connection", message="")
-    at_once = [replace(one, ended=0.005) for one in (BROKEN, over_http, BROKEN)]
-    early, late = replace(BROKEN, ended=-1.0), replace(BROKEN, ended=1.0)
+    at_once = [replace(one, ended=ended) for one in (BROKEN, over_http, BROKEN)]
+    early = replace(BROKEN, ended=-1.0)
+    late = replace(BROKEN, ended=time.monotonic() - start + 1.0)
     other = replace(at_once[0], message="the service is draining")
     result = tally(early, other, *at_once, late, breaks=breaks, start=start)
     assert (result.broken, len(result.lost)) == (2, 4)
