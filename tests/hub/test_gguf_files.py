@@ -153,7 +153,7 @@ def test_commands(command: click.Command, more: list[str], file: Path, tmp_path:
 
 def test_a_tokenizer_is_awaited_while_it_is_written(tmp_path: Path) -> None:
     wait_for_tokenizer(tmp_path)
-    unfinished = tmp_path / "tokenizer.json.part"
+    unfinished = tmp_path / "unfinished-gguf-tokenizer.json"
     unfinished.touch()
     finished = tmp_path / "tokenizer.json"
     timer = threading.Timer(0.05, unfinished.rename, (finished,))
@@ -161,3 +161,11 @@ def test_a_tokenizer_is_awaited_while_it_is_written(tmp_path: Path) -> None:
     wait_for_tokenizer(tmp_path)
     assert finished.exists()
     timer.join()
+
+
+def test_a_file_of_an_interrupted_download_is_not_awaited(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json.part").touch()
+    waiter = threading.Thread(target=wait_for_tokenizer, args=(tmp_path,), daemon=True)
+    waiter.start()
+    waiter.join(10)
+    assert not waiter.is_alive()

@@ -237,7 +237,7 @@ def test_inputs_leave_room_for_a_token(config: LauncherConfig) -> None:
 
 def test_a_tokenizer_that_is_being_written(config: LauncherConfig) -> None:
     tokenizer = Path(config.model_name) / "tokenizer.json"
-    tokenizer.rename(tokenizer.with_name("tokenizer.json.part"))
+    tokenizer.rename(tokenizer.with_name("unfinished-gguf-tokenizer.json"))
     assert make_plan(config).has_fast_tokenizer
 
 

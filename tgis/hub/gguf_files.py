@@ -18,9 +18,9 @@ COMMAND = "text-generation-server convert-to-safetensors"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MAX_SHOWN = 5
 TOKENIZER = "tokenizer.json"
-UNFINISHED_TOKENIZER = f"{TOKENIZER}.part"
+UNFINISHED_TOKENIZER = "unfinished-gguf-tokenizer.json"
 """Name of a GGUF model's tokenizer while it is being written, which takes seconds for a large vocabulary.
-Meanwhile, the processes that serve the model import their libraries and read weights."""
+Meanwhile, the processes that serve the model start. No downloading program uses this name for its files."""
 POLL_S = 0.02
 
 

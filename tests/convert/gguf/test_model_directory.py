@@ -222,7 +222,7 @@ def test_the_tokenizer_is_written_last(tmp_path: Path) -> None:
     names = {"config.json", "generation_config.json", "tokenizer_config.json", "a.gguf"}
     for folder, changes, last in (
         ("good", [], "tokenizer.json"),
-        ("bad", [lambda writer: remerge(writer, ["ab"])], "tokenizer.json.part"),
+        ("bad", [lambda writer: remerge(writer, ["ab"])], "unfinished-gguf-tokenizer.json"),
     ):
         directory = tmp_path / folder
         directory.mkdir()
